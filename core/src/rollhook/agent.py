@@ -1,0 +1,109 @@
+"""The agent side: drives one phase of an episode through a session and, where there is one, a sandbox."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from rollhook.component import BuildContext
+from rollhook.environment import Observation
+from rollhook.messages import Message, ToolSchema
+
+if TYPE_CHECKING:
+    from rollhook.sandbox.agent_view import AgentSandbox
+    from rollhook.tools import Tools
+
+
+class StopReason(StrEnum):
+    """Why an agent stopped of its own accord; the runtime adds `agent_timeout`, `cancelled` and `infra`."""
+
+    DONE = "done"
+    MAX_TURNS = "max_turns"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One generated turn: the parsed message and how generation ended (`stop`, `length`, `tool_calls`).
+
+    After `length` the turn cannot be extended. `tokens_left` is what the session may still hold,
+    prompt and reply together.
+    """
+
+    message: Message
+    finish_reason: str
+    prompt_tokens: int
+    completion_tokens: int
+    tokens_left: int
+
+
+class ChatSession(Protocol):
+    """The policy as an agent sees it."""
+
+    async def chat(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] | None = None) -> Reply:
+        """Generate one turn after `messages` (the whole conversation so far).
+
+        The assistant messages of earlier replies must be passed back unchanged, or the session
+        branches. When the budget leaves no room the reply is a clean `length` with nothing generated.
+        Raises EngineError, or BudgetExceeded(node="agent") when the agent's clock has run out.
+        """
+
+
+class Budget(Protocol):
+    """What an agent may still use."""
+
+    @property
+    def turns_left(self) -> int:
+        """Turns that may still be generated."""
+
+    @property
+    def tokens_left(self) -> int:
+        """Tokens that the session may still hold."""
+
+    @property
+    def seconds_left(self) -> float:
+        """Seconds left on the agent's clock, which runs only during its own commands and tokens."""
+
+
+@dataclass(frozen=True)
+class AgentContext:
+    """All that an agent gets. `solve` is there only in an oracle run; `seed` is the episode's own."""
+
+    session: ChatSession
+    observation: Observation
+    budget: Budget
+    sandbox: AgentSandbox | None
+    tools: Tools | None
+    respond: Callable[[Message], Awaitable[Observation | None]]
+    seed: int
+    solve: Callable[[], Awaitable[None]] | None = None
+    episode_id: str = ""
+
+
+class Agent(ABC):
+    """Runs phases; one instance serves many episodes at once, so it keeps no state of an episode."""
+
+    #: True: needs the reference solution, so it is refused in a recipe that trains
+    needs_solution: ClassVar[bool] = False
+    #: False: asks no policy (oracle, nop), so a run without an engine can use it
+    needs_policy: ClassVar[bool] = True
+    #: True: refuses to run in an episode without a sandbox
+    needs_sandbox: ClassVar[bool] = False
+
+    def __init__(self, config: Any, context: BuildContext) -> None:
+        self.config = config
+        self.context = context
+
+    @abstractmethod
+    async def run(self, context: AgentContext) -> StopReason:
+        """Work until done or out of budget, and say why it stopped.
+
+        Let BudgetExceeded, EngineError, SandboxError and CancelledError pass; any other exception is
+        recorded as an `infra_error` of the agent and never trains.
+        """
+
+    async def aclose(self) -> None:
+        """Release what the agent holds; safe to call twice."""

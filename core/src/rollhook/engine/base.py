@@ -1,0 +1,105 @@
+"""What an engine plugin supplies: start and stop servers that speak SGLang's endpoints."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from rollhook.component import BuildContext
+
+if TYPE_CHECKING:
+    from rollhook.router import Worker
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are drawn; `max_new_tokens` is set by the session from its budget, per request."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_new_tokens: int = 128
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """Tokens in. `rid` is unique per try, so that an abort finds it."""
+
+    rid: str
+    input_ids: Sequence[int]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Tokens out, as the engine emitted them: ids and log-probabilities, one each.
+
+    `finish_reason` is `stop`, `length` or `abort`; the stop token is part of `token_ids`.
+    `versions` holds one weight version per token where the engine reports it exactly, else None.
+    `queue_seconds` is the time before admission, None where not reported.
+    """
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    finish_reason: str
+    weight_version: int | None = None
+    versions: Sequence[int] | None = None
+    queue_seconds: float | None = None
+    cached_tokens: int = 0
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Process(Protocol):
+    """A process that the cluster runs for an engine."""
+
+    async def restart(self) -> None:
+        """Kill it if it lives and start it anew."""
+
+    async def stop(self) -> None:
+        """End it: terminate, then kill. Safe to call twice."""
+
+    async def alive(self) -> bool:
+        """Return whether it runs."""
+
+
+class Placement(Protocol):
+    """Where an engine may start processes; supplied by `rollhook.cluster` (Ray) or by a test."""
+
+    async def start_process(
+        self, name: str, argv: Sequence[str], *, env: Mapping[str, str], log: Path, gpus: float = 0
+    ) -> Process:
+        """Start a program on a node of the run, its output appended to `log`."""
+
+    def free_port(self) -> int:
+        """Return a port that is free on the node now."""
+
+
+class Engine(ABC):
+    """Starts inference servers. All control goes over their HTTP endpoints (`rollhook.engine.client`)."""
+
+    #: True: gives token ids and log-probabilities, so it can be trained against
+    gives_tokens: ClassVar[bool] = True
+
+    def __init__(self, config: Any, context: BuildContext) -> None:
+        self.config = config
+        self.context = context
+
+    @abstractmethod
+    async def start(self, placement: Placement, model_dir: Path, weight_version: int) -> Sequence[Worker]:
+        """Start the servers with these weights and return their workers, all healthy.
+
+        Raises EngineError with the tail of the log when one does not come up.
+        """
+
+    @abstractmethod
+    async def stop(self) -> None:
+        """Stop all servers; safe after a failed start and safe to call twice."""
+
+    async def revive(self, worker: Worker, model_dir: Path, weight_version: int) -> bool:
+        """Restart the server behind a dead worker; False when this engine cannot."""
+        return False

@@ -1,0 +1,160 @@
+"""The environment side: tasks, boxes, phases, episodes and verdicts."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from rollhook.component import BuildContext
+from rollhook.messages import Message
+
+if TYPE_CHECKING:
+    from rollhook.sandbox import Sandbox, SandboxSpec
+    from rollhook.tools import Tools
+
+
+@dataclass(frozen=True)
+class Task:
+    """One task; its identity is `digest`, the hash of all that decides what it asks and how it is judged.
+
+    `limits` maps budget nodes (`create`, `setup`, `agent`, `verify`) to the seconds that the task asks
+    for. `payload` is the environment's own and must be picklable. `problem` says why the task cannot
+    run (a malformed file, an unsupported feature); such a task is listed, never run.
+    """
+
+    id: str
+    digest: str
+    split: str
+    family: str = ""
+    limits: Mapping[str, float] = field(default_factory=dict)
+    payload: Any = None
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class Box:
+    """A sandbox that an episode wants: before the agent (`start`) or for verification only (`verify`)."""
+
+    spec: SandboxSpec
+    when: Literal["start", "verify"] = "start"
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What the environment says to the agent: messages to append to the conversation."""
+
+    messages: Sequence[Message]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a verifier found: `reward` None means that it gave none (the episode becomes an `infra_error`)."""
+
+    reward: float | None
+    components: Mapping[str, float] = field(default_factory=dict)
+    detail: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Transcript:
+    """What happened in a phase, for its verifier: the messages and how the agent ended."""
+
+    messages: Sequence[Message]
+    ended: str
+
+
+@dataclass(frozen=True)
+class EpisodeContext:
+    """What an episode may ask of the runtime: its live sandboxes by box name, its id and its seed."""
+
+    episode_id: str
+    seed: int
+    boxes: Mapping[str, Sandbox]
+    build: BuildContext
+
+    def box(self, name: str = "main") -> Sandbox:
+        """Return the live sandbox of a box; KeyError while it does not exist."""
+        return self.boxes[name]
+
+
+class Phase(ABC):
+    """One stretch of agent work with its own observation and verification."""
+
+    observation: Observation
+    #: the box whose sandbox the agent gets; None: the agent gets none
+    box: str | None = None
+    tools: Tools | None = None
+    #: seconds per budget node, on top of the task's
+    limits: Mapping[str, float] = {}  # noqa: RUF012 - a default that nobody may write to
+    #: the phases after this one run only if its reward reaches this
+    min_reward: float | None = None
+
+    async def respond(self, message: Message) -> Observation | None:
+        """Speak between the agent's turns; None: nothing to say."""
+        return None
+
+    async def solve(self) -> None:
+        """Apply the reference solution in the sandbox; only ever called in an oracle run.
+
+        Raises Unsupported when the task has none, AgentError when the solution itself fails.
+        """
+        from rollhook.errors import Unsupported
+
+        raise Unsupported("this environment has no reference solutions")
+
+    @abstractmethod
+    async def verify(self, transcript: Transcript) -> Verdict:
+        """Judge the phase. Nothing of the agent runs any more when this is called.
+
+        Raises whatever it likes: any exception is an `infra_error` of the verifier, never a reward.
+        """
+
+
+class Episode(ABC):
+    """A single-use attempt at one task: boxes are read first, then it is entered, then its phases run."""
+
+    boxes: Mapping[str, Box] = {}  # noqa: RUF012 - a default that nobody may write to
+    combine: Literal["final", "mean"] = "final"
+
+    async def __aenter__(self) -> Self:
+        """Prepare, with every `start` box alive."""
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Release what the episode holds; sandboxes are the runtime's to close."""
+
+    @abstractmethod
+    def phases(self) -> AsyncIterator[Phase]:
+        """Yield the phases in order; usually one."""
+
+
+class Environment(ABC):
+    """Supplies tasks and makes episodes of them; built once per process, used by many episodes at once."""
+
+    def __init__(self, config: Any, context: BuildContext) -> None:
+        self.config = config
+        self.context = context
+
+    @abstractmethod
+    def tasks(self, split: str | None = None) -> Sequence[Task]:
+        """Return the tasks of a split (None: all), in a fixed order.
+
+        Reads files, so the runtime calls it off the event loop. Raises UsageError for an unknown
+        split or data that is not there, with the way to get it.
+        """
+
+    @abstractmethod
+    def episode(self, task: Task, ctx: EpisodeContext) -> Episode:
+        """Return a fresh single-use episode; no I/O. `ctx.boxes` fills after its `boxes` were read."""
+
+    def problems(self, sandbox_capabilities: frozenset[str]) -> Sequence[str]:
+        """Return why this environment cannot run on a sandbox with these capabilities; empty: it can."""
+        return ()
+
+    async def aclose(self) -> None:
+        """Release what the environment holds; safe to call twice."""

@@ -1,0 +1,1 @@
+"""Recipes: YAML that names plugins and gives each its keys."""

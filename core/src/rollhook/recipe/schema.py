@@ -1,0 +1,222 @@
+"""The keys of a recipe that belong to the core; a component's own keys belong to its config model."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Use(BaseModel):
+    """A component by name with its own keys (checked against the plugin's config model, not here)."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    use: Annotated[str, Field(description="name of the plugin component, as `rollhook plugins` lists it")]
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """The component's own keys."""
+        return dict(self.__pydantic_extra__ or {})
+
+
+class EnvironmentUse(Use):
+    """An environment by name; core keys beside the environment's own."""
+
+    weight: Annotated[PositiveFloat, Field(description="share of episodes when there are several")] = 1.0
+    split: Annotated[str, Field(description="split of the tasks to train on")] = "train"
+
+
+class SandboxUse(Use):
+    """A sandbox backend by name; the pool's keys beside the backend's own."""
+
+    create_concurrency: Annotated[PositiveInt, Field(description="creates under way at once")] = 4
+    create_retries: Annotated[
+        int, Field(ge=0, description="further tries of a create that the backend calls retryable")
+    ] = 8
+    warm: Annotated[int, Field(ge=0, description="sandboxes created ahead (never reused)")] = 0
+
+
+class TokenizerTraining(_Section):
+    """A tokenizer to train before the run."""
+
+    train: Annotated[
+        str, Field(description="corpus: a JSONL file of `messages` or `text` rows, or pack:NAME/FILE")
+    ]
+    vocab_size: Annotated[PositiveInt, Field(description="tokens asked for; fewer when merges run out")] = 768
+
+
+class ModelInit(_Section):
+    """A fresh, seeded model."""
+
+    architecture: Annotated[str, Field(description="a transformers model type, e.g. llama")]
+    sizes: Annotated[dict[str, Any], Field(description="config fields of that model type")]
+    std: Annotated[
+        PositiveFloat | None,
+        Field(description="standard deviation of the weights; default: 1/sqrt(hidden size)"),
+    ] = None
+
+
+class Model(_Section):
+    """The policy: weights that exist, or fresh ones."""
+
+    path: Annotated[str | None, Field(description="directory or name of pretrained weights")] = None
+    init: Annotated[ModelInit | None, Field(description="make fresh weights instead of loading some")] = None
+    tokenizer: Annotated[
+        str | TokenizerTraining | None,
+        Field(description="path or name, or one to train; default: the model's"),
+    ] = None
+    chat_template: Annotated[
+        str | None, Field(description="path of a Jinja template; default: the tokenizer's")
+    ] = None
+    context_length: Annotated[PositiveInt | None, Field(description="tokens; default: the model's")] = None
+
+
+class Sampling(_Section):
+    """How the policy samples."""
+
+    temperature: Annotated[float, Field(ge=0, description="0 is greedy")] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=-1, description="-1: all")] = -1
+
+
+class Rollout(_Section):
+    """How episodes are made and grouped."""
+
+    max_concurrent: Annotated[PositiveInt, Field(description="episodes in flight")] = 64
+    group_size: Annotated[
+        PositiveInt, Field(description="episodes of one task that are normalised together")
+    ] = 8
+    batch_groups: Annotated[PositiveInt, Field(description="groups per training step")] = 8
+    submission: Annotated[Literal["episode", "group"], Field(description="what a free slot takes")] = (
+        "episode"
+    )
+    max_staleness: Annotated[int, Field(ge=0, description="weight versions that a trained token may lag")] = 0
+    buffer_groups: Annotated[
+        PositiveInt | None, Field(description="finished groups that may wait; default: batch_groups")
+    ] = None
+    refill_limit: Annotated[int, Field(ge=0, description="replacements of failed episodes per group")] = 4
+    drop_zero_variance: Annotated[
+        bool, Field(description="groups whose rewards are all equal do not train")
+    ] = True
+    draw: Annotated[
+        Literal["uniform", "learnable"],
+        Field(description="how tasks are drawn; learnable: by p(1-p)+floor per family"),
+    ] = "uniform"
+    draw_floor: Annotated[float, Field(gt=0, le=1, description="floor of the learnable draw")] = 0.1
+    workers: Annotated[PositiveInt, Field(description="rollout worker processes")] = 1
+    sampling: Annotated[Sampling, Field(description="how training episodes are sampled")] = Sampling()
+    permute_rewards: Annotated[
+        bool, Field(description="control experiment: permute rewards within each batch")
+    ] = False
+
+
+class Outcomes(_Section):
+    """What becomes of episodes that ended without verification."""
+
+    timeout: Annotated[Literal["verify", "zero", "drop"], Field(description="the agent ran out of time")] = (
+        "verify"
+    )
+    truncated: Annotated[
+        Literal["verify", "zero", "drop"], Field(description="the agent ran out of tokens or turns")
+    ] = "verify"
+
+
+class Budgets(_Section):
+    """Limits of an episode; seconds unless the name says otherwise."""
+
+    turns: Annotated[PositiveInt, Field(description="turns of the agent")] = 30
+    max_seq_len: Annotated[
+        PositiveInt, Field(description="tokens of a session, prompt and replies together")
+    ] = 32768
+    reply_tokens: Annotated[PositiveInt, Field(description="tokens of one reply")] = 8192
+    slack: Annotated[PositiveFloat, Field(description="seconds of lifetime beyond the sum of the nodes")] = (
+        60.0
+    )
+    create: Annotated[PositiveFloat | None, Field(description="cap: create the sandboxes")] = None
+    setup: Annotated[PositiveFloat | None, Field(description="cap: enter the episode")] = None
+    agent: Annotated[PositiveFloat | None, Field(description="cap: the agent's own clock")] = None
+    turn: Annotated[PositiveFloat | None, Field(description="cap: one turn")] = None
+    command: Annotated[PositiveFloat | None, Field(description="cap: one command of the agent")] = None
+    verify: Annotated[PositiveFloat | None, Field(description="cap: verification")] = None
+    teardown: Annotated[PositiveFloat | None, Field(description="cap: close sandboxes")] = None
+    episode: Annotated[
+        PositiveFloat | None, Field(description="cap: the whole episode; default: the sum of its parts")
+    ] = None
+    lifetime: Annotated[
+        PositiveFloat | None, Field(description="cap: a sandbox; default: episode and slack")
+    ] = None
+
+
+class Evaluation(_Section):
+    """Held-out evaluation on the run's own engines."""
+
+    every: Annotated[int, Field(ge=0, description="steps between evaluations; 0: none")] = 0
+    split: Annotated[str, Field(description="split of the tasks")] = "heldout"
+    episodes: Annotated[
+        PositiveInt | None, Field(description="episodes per evaluation; default: each task once")
+    ] = None
+    samples: Annotated[PositiveInt, Field(description="episodes per task")] = 1
+    greedy: Annotated[bool, Field(description="evaluate greedily as well")] = False
+    first: Annotated[bool, Field(description="evaluate before the first step")] = True
+
+
+class Checkpoint(_Section):
+    """When a step commits."""
+
+    every: Annotated[PositiveInt, Field(description="steps between checkpoints")] = 1
+    keep: Annotated[PositiveInt, Field(description="newest checkpoints to keep")] = 2
+    load_from: Annotated[str | None, Field(description="weights to start from: a checkpoint directory")] = (
+        None
+    )
+
+
+class Storage(_Section):
+    """Where runs are."""
+
+    root: Annotated[str, Field(description="directory of run directories")] = "./runs"
+
+
+class Gateway(_Section):
+    """The HTTP face of sessions, for clients outside the process."""
+
+    bind: Annotated[str, Field(description="address; not loopback needs a token")] = "127.0.0.1"
+    public_url: Annotated[str | None, Field(description="how sandboxes elsewhere reach it")] = None
+    token: Annotated[str | None, Field(description="secret reference: env:NAME or file:PATH")] = None
+
+
+class Recipe(_Section):
+    """A resolved recipe: core keys validated, components by name."""
+
+    name: Annotated[
+        str,
+        Field(
+            pattern=r"^[a-z]([a-z0-9._-]{0,38}[a-z0-9])?$",
+            description="name of the recipe; run ids start with it",
+        ),
+    ]
+    needs: Annotated[dict[str, str], Field(description="recipes to run first: alias -> recipe")] = {}
+    model: Annotated[Model | None, Field(description="the policy")] = None
+    environment: Annotated[list[EnvironmentUse], Field(description="one environment or a list")] = []
+    agent: Annotated[Use | None, Field(description="agent component")] = None
+    sandbox: Annotated[SandboxUse | None, Field(description="sandbox backend component")] = None
+    router: Annotated[
+        Use, Field(description="router policies, chained by +; each policy's keys under its name")
+    ] = Use(use="min_load")
+    budgets: Annotated[Budgets, Field(description="limits of an episode")] = Budgets()
+    engine: Annotated[Use | None, Field(description="engine component")] = None
+    rollout: Annotated[Rollout, Field(description="how episodes are made")] = Rollout()
+    outcomes: Annotated[Outcomes, Field(description="which outcomes train, as what")] = Outcomes()
+    evaluation: Annotated[Evaluation, Field(description="held-out evaluation")] = Evaluation()
+    checkpoint: Annotated[Checkpoint, Field(description="when a step commits")] = Checkpoint()
+    storage: Annotated[Storage, Field(description="where runs are")] = Storage()
+    gateway: Annotated[Gateway, Field(description="HTTP face of sessions")] = Gateway()
+    trainer: Annotated[Use | None, Field(description="trainer component")] = None
+    launcher: Annotated[Use, Field(description="launcher component")] = Use(use="local")
+    trackers: Annotated[list[Use], Field(description="tracker components")] = []
+    plugins: Annotated[list[str], Field(description="observer plugins to load")] = []
+    seed: Annotated[int, Field(ge=0, description="the one seed; others are derived from it")] = 0
+    steps: Annotated[PositiveInt, Field(description="training steps")] = 100

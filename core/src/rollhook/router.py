@@ -1,0 +1,63 @@
+"""Router policies: which worker serves a session; synchronous, no I/O."""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rollhook.component import BuildContext
+
+
+@dataclass(frozen=True, order=True)
+class Worker:
+    """Where requests go: a base URL and, for a data-parallel engine, a rank. Never one string."""
+
+    url: str
+    dp_rank: int | None = None
+
+
+@dataclass(frozen=True)
+class WorkerLoad:
+    """What the gateway knows of a worker; `queued` only where the engine reports it."""
+
+    worker: Worker
+    open_sessions: int = 0
+    tokens_in_flight: int = 0
+    queued: int | None = None
+
+
+@dataclass(frozen=True)
+class RouteRequest:
+    """What a policy may see: no bodies."""
+
+    session_id: str
+    task_id: str = ""
+    prefix_ids: Sequence[int] = ()
+    expected_tokens: int = 0
+
+
+class RouterPolicy(ABC):
+    """One link of a chain such as `sticky+min_load`.
+
+    `workers` in `pick` are the workers on offer now (healthy, not draining, at the current weight
+    version), in a fixed order.
+    """
+
+    def __init__(self, config: Any, context: BuildContext) -> None:
+        self.config = config
+        self.context = context
+
+    def pick(self, request: RouteRequest, workers: Sequence[WorkerLoad]) -> Worker | None:
+        """Return a worker out of `workers`, or None to let the next policy decide."""
+        return None
+
+    def assigned(self, request: RouteRequest, worker: Worker) -> None:
+        """Learn what the chain decided."""
+
+    def closed(self, session_id: str) -> None:
+        """Learn that a session has ended."""
+
+    def workers_changed(self, workers: Sequence[Worker]) -> None:
+        """Learn which workers exist now."""

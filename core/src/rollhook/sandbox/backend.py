@@ -1,0 +1,174 @@
+"""What a sandbox backend supplies: create, raw processes, bytes, list and delete. Nothing else.
+
+What timeouts, whole-tree kill, output caps, partial output, directory transfer and safe extraction
+mean is written once, in `rollhook.sandbox.sandbox`, on top of this.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
+
+from rollhook.component import BuildContext
+
+
+@dataclass(frozen=True)
+class SandboxSpec:
+    """What is asked of a sandbox; None means the backend's default.
+
+    `image` is a container image reference (backends without images refuse it, see the capability
+    `image`); `workdir` is where commands start; `memory_bytes`, `cpus`, `pids` and `disk_bytes` are
+    limits; `network` False asks for none; `lifetime_seconds` is the dead-man's switch that the
+    provider itself enforces where it can; `labels` carry the lease.
+    """
+
+    image: str | None = None
+    dockerfile: str | None = None
+    workdir: str = "/work"
+    env: Mapping[str, str] = field(default_factory=dict)
+    memory_bytes: int | None = None
+    cpus: float | None = None
+    pids: int | None = None
+    disk_bytes: int | None = None
+    network: bool = False
+    lifetime_seconds: float | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SandboxInfo:
+    """A sandbox as the provider lists it; `created_at` in epoch seconds where known."""
+
+    id: str
+    labels: Mapping[str, str]
+    created_at: float | None = None
+
+
+class RawProcess(Protocol):
+    """A started process. stdout and stderr are separate byte streams unless the backend says `merged`."""
+
+    def stdout(self) -> AsyncIterator[bytes]:
+        """Yield chunks until end of file; called once."""
+
+    def stderr(self) -> AsyncIterator[bytes]:
+        """Yield chunks until end of file; called once."""
+
+    async def write_stdin(self, data: bytes) -> None:
+        """Write and drain; BrokenPipeError once nobody reads."""
+
+    async def close_stdin(self) -> None:
+        """Signal end of file."""
+
+    async def wait(self) -> int:
+        """Return the exit code of the process itself (128 + n for signal n), not of its children.
+
+        Returns when the process has ended even if a child keeps its output open.
+        """
+
+    async def kill(self) -> None:
+        """Kill the process itself, best effort; the core kills the tree."""
+
+    async def aclose(self) -> None:
+        """Drop the handle and its pipes; the process, if alive, is not the handle's concern."""
+
+
+class RawSandbox(ABC):
+    """One live sandbox, as its backend made it."""
+
+    id: str
+    #: pids of the backend's own processes as seen inside: never killed by quiesce, never in a census
+    own_pids: frozenset[int] = frozenset({1})
+
+    @abstractmethod
+    async def start(
+        self,
+        argv: Sequence[str],
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        stdin: bool = False,
+    ) -> RawProcess:
+        """Start `argv` without a shell. Raises SandboxDead, or SandboxError if it cannot be started.
+
+        `env` adds to the sandbox's own. Without `stdin` the process reads from /dev/null.
+        """
+
+    @abstractmethod
+    async def read(self, path: str, *, limit: int) -> bytes:
+        """Return a regular file's bytes, following links only inside the sandbox.
+
+        Raises FileNotFoundError, IsADirectoryError, PermissionError; SandboxError(kind="user") when the
+        file is larger than `limit` bytes.
+        """
+
+    @abstractmethod
+    async def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
+        """Write a file, making its parents; an existing file is replaced, an existing symlink is too."""
+
+    @abstractmethod
+    async def alive(self) -> bool:
+        """Return whether commands can still be run here."""
+
+    async def touch(self) -> None:
+        """Tell the provider that the sandbox is in use; nothing to do for most."""
+
+
+class SandboxBackend(ABC):
+    """A provider of sandboxes. One instance per process and event loop; no I/O in the constructor."""
+
+    #: what this backend can do, out of `KNOWN_CAPABILITIES`; a declared one is proven by the contract
+    capabilities: frozenset[str] = frozenset()
+    #: True: not isolated from the host; refused in a recipe that trains
+    unsafe: ClassVar[bool] = False
+
+    def __init__(self, config: Any, context: BuildContext) -> None:
+        self.config = config
+        self.context = context
+
+    async def start(self) -> None:
+        """Check that sandboxes can be made here; raises SandboxError(kind="user") with the way to get it."""
+
+    @abstractmethod
+    async def create(self, spec: SandboxSpec) -> RawSandbox:
+        """Make one sandbox, ready to run commands.
+
+        Cancelled or failing, it must leave nothing behind that `list` would not show.
+        """
+
+    @abstractmethod
+    async def list(self, labels: Mapping[str, str]) -> Sequence[SandboxInfo]:
+        """Return the sandboxes that carry all these labels, made by any process of this user."""
+
+    @abstractmethod
+    async def delete(self, sandbox_id: str) -> None:
+        """Delete a sandbox and all that runs in it; one that is already gone is a success."""
+
+    def retryable(self, error: Exception) -> bool:
+        """Return whether a create that failed so may succeed if tried again (throttled, unreachable)."""
+        return False
+
+    def describe(self) -> Mapping[str, str]:
+        """Return what is in force here, for `doctor` and the run's log: mode, limits, gaps."""
+        return {}
+
+    async def aclose(self) -> None:
+        """Release the client; sandboxes are not deleted. Safe to call twice."""
+
+
+KNOWN_CAPABILITIES = frozenset(
+    {
+        "image",  # runs the task's own container image
+        "isolation",  # own file system view and process tree
+        "network_off",  # can deny all network
+        "network_on",  # can offer a network
+        "separate_streams",  # stdout and stderr apart
+        "user",  # commands as another user
+        "memory_limit",
+        "pids_limit",
+        "cpu_limit",
+        "disk_limit",
+    }
+)

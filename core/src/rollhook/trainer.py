@@ -1,0 +1,61 @@
+"""Native trainers: a plain class that the cluster places on one process per rank."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from rollhook.component import BuildContext
+from rollhook.records import Sample
+
+
+class NativeTrainer(ABC):
+    """Owns weights and optimizer. Synchronous: it runs in a process of its own, one call at a time.
+
+    Weight directories are Hugging Face layouts: `config.json`, `model.safetensors`, tokenizer files.
+    """
+
+    #: weights are made here from `model.init` when a recipe asks for it
+    can_initialise: ClassVar[bool] = False
+
+    def __init__(self, config: Any, context: BuildContext) -> None:
+        self.config = config
+        self.context = context
+
+    @classmethod
+    def needs_rollouts(cls, config: Any) -> bool:
+        """Return whether `step` trains on episodes (True) or on data of its own (False, e.g. SFT)."""
+        return True
+
+    @classmethod
+    def initialise_model(cls, model: Mapping[str, Any], directory: Path, seed: int) -> None:
+        """Write a freshly initialised model and tokenizer, as the recipe's `model` keys say, to `directory`."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def setup(self, model_dir: Path, *, total_steps: int, seed: int) -> None:
+        """Load weights and make the optimizer. Called once, before anything else."""
+
+    @abstractmethod
+    def step(self, groups: Sequence[Sequence[Sample]], step: int) -> dict[str, float]:
+        """Do training step `step` (0-based) on a batch of groups and return metrics.
+
+        `groups` is empty for a trainer that brings its own data. Metric names start with `train/`.
+        """
+
+    @abstractmethod
+    def publish(self, directory: Path) -> None:
+        """Write the current weights into an empty directory, every file fsynced; no marker."""
+
+    @abstractmethod
+    def save(self, directory: Path) -> None:
+        """Write weights, optimizer, scheduler and data position into an empty directory, fsynced; no marker."""
+
+    @abstractmethod
+    def load(self, directory: Path) -> None:
+        """Restore what `save` wrote: the next step gives what it would have given."""
+
+    def close(self) -> None:
+        """Release memory; safe to call twice."""

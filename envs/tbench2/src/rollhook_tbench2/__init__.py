@@ -1,0 +1,1 @@
+"""Terminal-Bench 2 tasks and the pocket pack."""

@@ -1,0 +1,1 @@
+"""The shell, oracle and nop agents."""

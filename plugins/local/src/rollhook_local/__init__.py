@@ -1,0 +1,1 @@
+"""Sandboxes and a launcher on this machine."""

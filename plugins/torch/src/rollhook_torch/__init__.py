@@ -1,0 +1,1 @@
+"""A transformers engine and a GRPO and SFT trainer in torch."""
