@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from rollhook.component import BuildContext
 from rollhook.messages import Message
@@ -88,7 +88,7 @@ class Phase(ABC):
     box: str | None = None
     tools: Tools | None = None
     #: seconds per budget node, on top of the task's
-    limits: Mapping[str, float] = {}  # noqa: RUF012 - a default that nobody may write to
+    limits: Mapping[str, float] = {}
     #: the phases after this one run only if its reward reaches this
     min_reward: float | None = None
 
@@ -116,7 +116,7 @@ class Phase(ABC):
 class Episode(ABC):
     """A single-use attempt at one task: boxes are read first, then it is entered, then its phases run."""
 
-    boxes: Mapping[str, Box] = {}  # noqa: RUF012 - a default that nobody may write to
+    boxes: Mapping[str, Box] = {}
     combine: Literal["final", "mean"] = "final"
 
     async def __aenter__(self) -> Self:
@@ -135,6 +135,10 @@ class Episode(ABC):
 
 class Environment(ABC):
     """Supplies tasks and makes episodes of them; built once per process, used by many episodes at once."""
+
+    #: False: `verify` only awaits work inside a sandbox, so it may run on the runtime's own event loop;
+    #: True: it may compute, so it runs on a thread of its own that is left behind past its limit
+    verifies_apart: ClassVar[bool] = True
 
     def __init__(self, config: Any, context: BuildContext) -> None:
         self.config = config
@@ -155,6 +159,10 @@ class Environment(ABC):
     def problems(self, sandbox_capabilities: frozenset[str]) -> Sequence[str]:
         """Return why this environment cannot run on a sandbox with these capabilities; empty: it can."""
         return ()
+
+    def describe(self) -> Mapping[str, str]:
+        """Return what a reader of the results must know of the data: sizes, splits, stated noise."""
+        return {}
 
     async def aclose(self) -> None:
         """Release what the environment holds; safe to call twice."""

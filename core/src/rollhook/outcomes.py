@@ -1,0 +1,56 @@
+"""From how an episode ended and what its verifier said to what it trains as (architecture section 9)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+from rollhook.environment import Verdict
+from rollhook.records import Ended, Outcome
+
+if TYPE_CHECKING:
+    from rollhook.recipe.schema import Outcomes
+
+Action = Literal["verify", "zero", "drop"]
+
+
+def action(ended: Ended, policy: Outcomes) -> Action:
+    """Return what is to be done with an episode whose agent ended so."""
+    if ended == "agent_timeout":
+        return policy.timeout
+    if ended in ("length", "max_turns"):
+        return policy.truncated
+    return "verify"
+
+
+def unverified(ended: Ended, act: Action) -> Outcome:
+    """Return the outcome of an episode that is not verified."""
+    kind: Literal["timeout", "truncated"] = "timeout" if ended == "agent_timeout" else "truncated"
+    return Outcome(kind, reward=0.0 if act == "zero" else None)
+
+
+def verified(verdict: Verdict) -> Outcome:
+    """Return the outcome of an episode whose verifier ran; a missing reward is an `infra_error`, never 0."""
+    reward = verdict.reward
+    if reward is None:
+        cause = str(verdict.detail.get("reason", "the verifier gave no reward"))
+        return Outcome("infra_error", boundary="verifier", cause=cause)
+    if isinstance(reward, bool) or not math.isfinite(reward):
+        return Outcome(
+            "infra_error", boundary="verifier", cause=f"the reward {reward!r} is not a finite number"
+        )
+    return Outcome("scored", reward=float(reward))
+
+
+def combine(verdicts: Sequence[Verdict], how: Literal["final", "mean"]) -> Verdict:
+    """Combine the verdicts of an episode's phases; one without a reward leaves the whole without one."""
+    if not verdicts:
+        return Verdict(None, detail={"reason": "the episode had no phase"})
+    for verdict in verdicts:
+        if verdict.reward is None:
+            return verdict
+    if how == "final" or len(verdicts) == 1:
+        return verdicts[-1]
+    rewards = [v.reward for v in verdicts if v.reward is not None]
+    return Verdict(sum(rewards) / len(rewards), verdicts[-1].components, verdicts[-1].detail)

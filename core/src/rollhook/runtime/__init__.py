@@ -1,0 +1,1 @@
+"""From a recipe to live objects, episodes, steps and a finished run."""

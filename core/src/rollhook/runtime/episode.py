@@ -1,0 +1,432 @@
+"""One episode, start to end: boxes, phases, agent, verification, outcome, samples."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from rollhook import budgets, outcomes
+from rollhook.agent import Agent, AgentContext, Reply, StopReason
+from rollhook.budgets import AgentClock, Limits
+from rollhook.component import BuildContext
+from rollhook.environment import Environment, Episode, EpisodeContext, Phase, Task, Transcript, Verdict
+from rollhook.errors import AgentError, BudgetExceeded, RollhookError, TaskError, VerifierError
+from rollhook.messages import Message, ToolSchema
+from rollhook.records import Ended, EpisodeRecord, Outcome, Sample
+from rollhook.runtime.verifier import HomeLoop, verify_apart, verify_here
+from rollhook.sandbox.agent_view import AgentSandbox
+
+if TYPE_CHECKING:
+    from rollhook.engine import SamplingParams
+    from rollhook.recipe.schema import Budgets, Outcomes
+    from rollhook.sandbox import Sandbox
+    from rollhook.sandbox.pool import SandboxPool
+    from rollhook.session import PolicyClient, Session
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EpisodeRequest:
+    """What one episode is to do."""
+
+    episode_id: str
+    group_id: str
+    task: Task
+    seed: int
+    sampling: SamplingParams | None = None
+    purpose: Literal["train", "eval", "oracle"] = "train"
+
+
+@dataclass(frozen=True)
+class EpisodeResult:
+    """A finished episode: its record and, when it may train, its samples."""
+
+    record: EpisodeRecord
+    samples: Sequence[Sample] = ()
+
+
+@dataclass
+class _Course:
+    """What is known of an episode while it runs."""
+
+    timings: dict[str, float] = field(default_factory=dict)
+    messages: list[Message] = field(default_factory=list)
+    verdicts: list[Verdict] = field(default_factory=list)
+    ended: Ended = "done"
+    outcome: Outcome | None = None
+    warnings: list[str] = field(default_factory=list)
+    fired: str = ""
+    used_by: str = ""
+
+
+class EpisodeRunner:
+    """Runs episodes of one environment with one agent; used by many episodes at once.
+
+    `pool` is None where the environment has no boxes, `policy` None where the agent asks no policy.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        environment: Environment,
+        agent: Agent,
+        pool: SandboxPool | None,
+        policy: PolicyClient | None,
+        limits: Budgets,
+        outcome_policy: Outcomes,
+        context: BuildContext,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name = name
+        self.environment = environment
+        self.agent = agent
+        self.pool = pool
+        self.policy = policy
+        self.budgets = limits
+        self.outcome_policy = outcome_policy
+        self.context = context
+        self._now = now
+
+    async def run(self, request: EpisodeRequest) -> EpisodeResult:
+        """Run one episode; every failure becomes its outcome, only cancellation passes through."""
+        started_at, started = time.time(), self._now()
+        course = _Course()
+        limits = budgets.resolve(self.budgets, request.task.limits)
+        session = self._open_session(request)
+        try:
+            async with asyncio.timeout(limits.episode + self.budgets.slack):
+                await self._run(request, limits, session, course)
+        except TimeoutError:
+            _infra(
+                course,
+                "budget",
+                f"the episode took longer than {limits.episode:g} s and its slack",
+                "episode",
+            )
+        except asyncio.CancelledError:
+            course.ended, course.outcome = "cancelled", Outcome("cancelled")
+            raise
+        except RollhookError as error:
+            _infra(course, error.boundary, str(error))
+        except Exception as error:
+            logger.exception("episode %s of task %s failed", request.episode_id, request.task.id)
+            _infra(course, "environment", f"{type(error).__name__}: {error}")
+        finally:
+            course.timings["total"] = self._now() - started
+            if session is not None:
+                session.close()
+        return self._result(request, course, session, started_at)
+
+    async def _run(
+        self, request: EpisodeRequest, limits: Limits, session: Session | None, course: _Course
+    ) -> None:
+        boxes: dict[str, Sandbox] = {}
+        home = asyncio.get_running_loop() if self.environment.verifies_apart else None
+        ctx = EpisodeContext(request.episode_id, request.seed, _Boxes(boxes, home), self.context)
+        episode = self.environment.episode(request.task, ctx)
+        try:
+            await self._create(request, episode, "start", limits, boxes, course)
+            async with self._entered(episode, limits, course):
+                async for phase in episode.phases():
+                    if not await self._phase(request, phase, limits, session, boxes, episode, course):
+                        break
+            if course.outcome is None:
+                course.outcome = outcomes.verified(outcomes.combine(course.verdicts, episode.combine))
+        finally:
+            await self._teardown(boxes, limits, course)
+
+    async def _create(
+        self,
+        request: EpisodeRequest,
+        episode: Episode,
+        when: str,
+        limits: Limits,
+        boxes: dict[str, Sandbox],
+        course: _Course,
+    ) -> None:
+        """Create the boxes of one moment, at once; on failure those that came up are left in `boxes`."""
+        wanted = {name: box for name, box in episode.boxes.items() if box.when == when and name not in boxes}
+        if not wanted:
+            return
+        pool = self.pool
+        if pool is None:
+            raise TaskError(f"task {request.task.id} needs a sandbox and the recipe names none", kind="user")
+
+        async def one(name: str, pool: SandboxPool = pool) -> None:
+            spec = dataclasses.replace(wanted[name].spec, lifetime_seconds=limits.lifetime)
+            boxes[name] = await pool.acquire(
+                spec, episode_id=request.episode_id, box=name, timeout=limits.create
+            )
+
+        with self._timed(course, "create"):
+            try:
+                async with asyncio.TaskGroup() as creates:
+                    for name in wanted:
+                        creates.create_task(one(name))
+            except ExceptionGroup as errors:
+                raise errors.exceptions[0] from None
+
+    @contextlib.asynccontextmanager
+    async def _entered(self, episode: Episode, limits: Limits, course: _Course) -> AsyncIterator[None]:
+        with self._timed(course, "setup"):
+            try:
+                async with asyncio.timeout(limits.setup):
+                    await episode.__aenter__()
+            except TimeoutError:
+                course.fired = "setup"
+                raise TaskError(f"entering the episode took longer than {limits.setup:g} s") from None
+        try:
+            yield
+        finally:
+            await episode.__aexit__(None, None, None)
+
+    async def _phase(
+        self,
+        request: EpisodeRequest,
+        phase: Phase,
+        limits: Limits,
+        session: Session | None,
+        boxes: dict[str, Sandbox],
+        episode: Episode,
+        course: _Course,
+    ) -> bool:
+        """Run one phase; False when no other follows."""
+        await self._agent(request, phase, limits, session, boxes, course)
+        act = outcomes.action(course.ended, self.outcome_policy)
+        if act != "verify":
+            course.outcome = outcomes.unverified(course.ended, act)
+            return False
+        with self._timed(course, "verify"):
+            for name, box in boxes.items():
+                census = await box.quiesce()
+                if census.killed:
+                    course.warnings.append(
+                        f"{len(census.killed)} processes of the agent were killed in box {name}"
+                    )
+            await self._create(request, episode, "verify", limits, boxes, course)
+            verdict = await self._verify(phase, limits, course)
+        course.verdicts.append(verdict)
+        gate = phase.min_reward
+        return verdict.reward is not None and (gate is None or verdict.reward >= gate)
+
+    async def _agent(
+        self,
+        request: EpisodeRequest,
+        phase: Phase,
+        limits: Limits,
+        session: Session | None,
+        boxes: Mapping[str, Sandbox],
+        course: _Course,
+    ) -> None:
+        clock = AgentClock(limits.agent, limits.turn, limits.command)
+        if session is not None:
+            session.clock = clock
+        box = boxes[phase.box] if phase.box is not None else None
+        course.messages.extend(phase.observation.messages)
+        context = AgentContext(
+            session=_Recorder(session, course, clock),
+            observation=phase.observation,
+            budget=_Budget(session, clock),
+            sandbox=AgentSandbox(box, clock, self._now) if box is not None else None,
+            tools=phase.tools,
+            respond=phase.respond,
+            seed=request.seed,
+            solve=phase.solve if request.purpose == "oracle" and self.agent.needs_solution else None,
+            episode_id=request.episode_id,
+        )
+        with self._timed(course, "agent"):
+            try:
+                reason = await self.agent.run(context)
+                course.ended = StopReason(reason).value
+            except BudgetExceeded as error:
+                course.ended, course.fired, course.used_by = "agent_timeout", error.node, clock.used_by
+            except RollhookError:
+                raise
+            except Exception as error:
+                logger.exception("the agent failed in episode %s", request.episode_id)
+                raise AgentError(f"{type(error).__name__}: {error}") from error
+            finally:
+                for kind, seconds in clock.used.items():
+                    _add(course.timings, f"agent/{kind}", seconds)
+
+    async def _verify(self, phase: Phase, limits: Limits, course: _Course) -> Verdict:
+        transcript = Transcript(list(course.messages), course.ended)
+        run = verify_apart if self.environment.verifies_apart else verify_here
+        try:
+            return await run(lambda: phase.verify(transcript), limits.verify)
+        except VerifierError as error:
+            if "longer than" in str(error):
+                course.fired = "verify"
+            raise
+        except RollhookError as error:
+            raise VerifierError(f"{error.boundary}: {error}") from error
+        except Exception as error:
+            logger.exception("a verifier failed")
+            raise VerifierError(f"{type(error).__name__}: {error}") from error
+
+    async def _teardown(self, boxes: Mapping[str, Sandbox], limits: Limits, course: _Course) -> None:
+        """Give the boxes back; a failure is the pool's to retry and never changes the outcome."""
+        if self.pool is None or not boxes:
+            return
+        with self._timed(course, "teardown"):
+            for name, box in boxes.items():
+                try:
+                    async with asyncio.timeout(limits.teardown):
+                        await self.pool.release(box)
+                except Exception as error:  # noqa: BLE001 - logged, and the lease keeps it reapable
+                    logger.warning("box %s (%s) could not be closed now: %s", name, box.id, error)
+
+    def _open_session(self, request: EpisodeRequest) -> Session | None:
+        if self.policy is None or request.sampling is None:
+            return None
+        return self.policy.open(
+            request.episode_id,
+            task_id=request.task.id,
+            sampling=request.sampling,
+            max_seq_len=self.budgets.max_seq_len,
+            reply_tokens=self.budgets.reply_tokens,
+            turns=self.budgets.turns,
+            seed=request.seed,
+        )
+
+    @contextlib.contextmanager
+    def _timed(self, course: _Course, node: str) -> Iterator[None]:
+        started = self._now()
+        try:
+            yield
+        finally:
+            _add(course.timings, node, self._now() - started)
+
+    def _result(
+        self, request: EpisodeRequest, course: _Course, session: Session | None, started_at: float
+    ) -> EpisodeResult:
+        outcome = course.outcome or Outcome(
+            "infra_error", boundary="rollhook", cause="the episode has no outcome"
+        )
+        verdict = course.verdicts[-1] if course.verdicts else Verdict(None)
+        leaves = session.leaves() if session is not None else []
+        spans = [row for leaf in leaves for row in leaf.spans.tolist()]
+        stats = session.stats if session is not None else None
+        if stats is not None:
+            course.timings["wait/engine"] = stats.wait_seconds
+        record = EpisodeRecord(
+            episode_id=request.episode_id,
+            run_id=self.context.run_id,
+            attempt=self.context.attempt,
+            purpose=request.purpose,
+            group_id=request.group_id,
+            task_id=request.task.id,
+            task_digest=request.task.digest,
+            environment=self.name,
+            family=request.task.family,
+            seed=request.seed,
+            ended=course.ended,
+            outcome=outcome,
+            reward=verdict.reward,
+            components=verdict.components,
+            detail=verdict.detail,
+            messages=course.messages,
+            turns=stats.turns if stats else 0,
+            prompt_tokens=stats.prompt_tokens if stats else 0,
+            completion_tokens=stats.completion_tokens if stats else 0,
+            versions=(min(s[2] for s in spans), max(s[3] for s in spans)) if spans else None,
+            timings={k: round(v, 6) for k, v in course.timings.items()},
+            fired=course.fired,
+            used_by=course.used_by,
+            warnings=course.warnings,
+            started_at=started_at,
+        )
+        if outcome.reward is None:
+            return EpisodeResult(record)
+        samples = [
+            Sample(
+                episode_id=request.episode_id,
+                group_id=request.group_id,
+                task_id=request.task.id,
+                leaf=number,
+                token_ids=leaf.token_ids,
+                mask=leaf.mask,
+                logprobs=leaf.logprobs,
+                spans=leaf.spans,
+                reward=outcome.reward,
+                outcome=outcome.kind,
+                components=dict(verdict.components),
+            )
+            for number, leaf in enumerate(leaves)
+        ]
+        return EpisodeResult(record, samples)
+
+
+class _Boxes(Mapping[str, "Sandbox"]):
+    """The live sandboxes as an episode sees them, usable from the verifier's own loop."""
+
+    def __init__(self, boxes: Mapping[str, Sandbox], home: asyncio.AbstractEventLoop | None) -> None:
+        self._boxes = boxes
+        self._home = home
+
+    def __getitem__(self, name: str) -> Sandbox:
+        box: Any = self._boxes[name]
+        return box if self._home is None else HomeLoop(box, self._home)  # type: ignore[return-value]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._boxes)
+
+    def __len__(self) -> int:
+        return len(self._boxes)
+
+
+class _Recorder:
+    """The session that an agent gets: starts a turn's time and keeps the conversation for the record."""
+
+    def __init__(self, session: Session | None, course: _Course, clock: AgentClock) -> None:
+        self._session = session
+        self._course = course
+        self._clock = clock
+
+    async def chat(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] | None = None) -> Reply:
+        if self._session is None:
+            raise AgentError("this run has no policy to ask", kind="user")
+        self._clock.begin_turn()
+        self._clock.check()
+        self._course.messages = list(messages)
+        reply = await self._session.chat(messages, tools=tools)
+        self._course.messages = [*messages, reply.message]
+        return reply
+
+
+class _Budget:
+    """What an agent may still use."""
+
+    def __init__(self, session: Session | None, clock: AgentClock) -> None:
+        self._session = session
+        self._clock = clock
+
+    @property
+    def turns_left(self) -> int:
+        return self._session.turns_left if self._session is not None else 0
+
+    @property
+    def tokens_left(self) -> int:
+        return self._session.tokens_left if self._session is not None else 0
+
+    @property
+    def seconds_left(self) -> float:
+        return self._clock.remaining
+
+
+def _infra(course: _Course, boundary: str, cause: str, fired: str = "") -> None:
+    course.ended = "infra"
+    course.outcome = Outcome("infra_error", boundary=boundary, cause=cause)
+    course.fired = course.fired or fired
+
+
+def _add(timings: dict[str, float], node: str, seconds: float) -> None:
+    timings[node] = timings.get(node, 0.0) + seconds
