@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt
 
 
 class _Section(BaseModel):
@@ -38,6 +38,17 @@ class SandboxUse(Use):
         int, Field(ge=0, description="further tries of a create that the backend calls retryable")
     ] = 8
     warm: Annotated[int, Field(ge=0, description="sandboxes created ahead (never reused)")] = 0
+
+
+class Need(_Section):
+    """A recipe to run first."""
+
+    recipe: Annotated[str, Field(description="name or path of the recipe")]
+    overrides: Annotated[list[str], Field(description="its overrides, e.g. seed=${seed}")] = []
+
+
+def _as_need(value: Any) -> Any:
+    return {"recipe": value} if isinstance(value, str) else value
 
 
 class TokenizerTraining(_Section):
@@ -198,7 +209,10 @@ class Recipe(_Section):
             description="name of the recipe; run ids start with it",
         ),
     ]
-    needs: Annotated[dict[str, str], Field(description="recipes to run first: alias -> recipe")] = {}
+    needs: Annotated[
+        dict[str, Annotated[Need, BeforeValidator(_as_need)]],
+        Field(description="recipes to run first: alias -> recipe, or {recipe, overrides}"),
+    ] = {}
     model: Annotated[Model | None, Field(description="the policy")] = None
     environment: Annotated[list[EnvironmentUse], Field(description="one environment or a list")] = []
     agent: Annotated[Use | None, Field(description="agent component")] = None
