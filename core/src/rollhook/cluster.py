@@ -1,0 +1,454 @@
+"""Ray, and nothing of it outside this module: an instance of our own, actors by dotted path, processes.
+
+Actors are plain classes that tests run without Ray. Ray's own files live under a short temporary
+directory (its sockets have a path limit of 107 bytes) and its logs move to the run's directory on stop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+import os
+import pickle
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rollhook.errors import RollhookError
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+#: Ray's settings by environment: no telemetry, no metrics agent, no chatter on the terminal
+RAY_ENV = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_enable_metrics_collection": "0",
+    "RAY_DISABLE_IMPORT_WARNING": "1",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_AUTH_MODE": "token",
+    "RAY_SCHEDULER_EVENTS": "0",
+}
+OBJECT_STORE_BYTES = 80 * 1024 * 1024
+STOP_GRACE_SECONDS = 5.0
+MAX_ERROR_CHARS = 500
+PREFIX = "rh-ray-"
+
+
+class Cluster:
+    """An own Ray instance on this machine, and what is placed on it.
+
+    One per process at a time. Everything it starts dies with this process: Ray's daemons are tied to the
+    thread that started them (kept for the cluster's life), actors to the daemons, child processes to actors.
+    """
+
+    def __init__(self, scratch: Path, temp: Path, thread: ThreadPoolExecutor, environ: dict[str, str | None]):
+        self._scratch = scratch
+        self._temp = temp
+        self._thread = thread
+        self._environ = environ
+        self._remotes: list[Remote] = []
+        self._stopped = False
+        self.placement = RayPlacement(self)
+
+    @classmethod
+    async def start(cls, scratch: Path, *, cpus: float | None = None) -> Cluster:
+        """Start Ray; `scratch` takes its logs, `cpus` is what it may schedule (None: all of the machine).
+
+        Raises RollhookError when Ray is absent or does not come up. Takes about four seconds on two cores.
+        """
+        thread = ThreadPoolExecutor(1, thread_name_prefix="ray")
+        try:
+            return await _await_thread(thread, lambda: cls._start(scratch, cpus, thread))
+        except BaseException:
+            thread.shutdown(wait=False)
+            raise
+
+    @classmethod
+    def _start(cls, scratch: Path, cpus: float | None, thread: ThreadPoolExecutor) -> Cluster:
+        scratch.mkdir(parents=True, exist_ok=True)
+        _sweep_temporary()
+        temp = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=_short_tmp()))
+        cluster = cls(scratch, temp, thread, _set_environment(temp))
+        try:
+            ray = _ray()
+            logging.getLogger("ray").setLevel(logging.ERROR)
+            _refresh_settings()
+            ray.init(
+                address="local",
+                num_cpus=cpus,
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                _temp_dir=str(temp),
+                log_to_driver=False,
+                configure_logging=False,
+                logging_level=logging.ERROR,
+            )
+        except RollhookError:
+            cluster._clean()
+            raise
+        except Exception as error:
+            cluster._stop()
+            raise RollhookError(
+                f"Ray did not start: {_one_line(error)}; its logs are in {scratch / 'ray'}"
+            ) from error
+        return cluster
+
+    async def place(
+        self, target: str, *args: Any, name: str, gpus: float = 0, env: Mapping[str, str] | None = None
+    ) -> Remote:
+        """Construct `module:Class` with `args` in a process of its own and return a handle to it.
+
+        `env` is set before the module is imported; output goes to `<scratch>/<name>.log`. Raises what the
+        constructor raised, as `Remote.call` does. GPUs are whole or fractions, as Ray counts them.
+        """
+        log = self._scratch / f"{name}.log"
+
+        def create() -> Any:
+            actor = _ray().remote(num_cpus=0, num_gpus=gpus, max_restarts=0)(_Resident)
+            return actor.remote(name, str(log))
+
+        remote = Remote(self, name, log, await self._run(create))
+        self._remotes.append(remote)
+        try:
+            await remote._ask("construct", target, args, dict(env or {}))
+        except BaseException:
+            await asyncio.shield(remote.stop())
+            raise
+        return remote
+
+    async def stop(self) -> None:
+        """Stop what was placed, then Ray, and keep its logs in `scratch/ray`; safe to call twice."""
+        if self._stopped:
+            return
+        self._stopped = True
+        await asyncio.gather(*(r._stop_child() for r in list(self._remotes)))
+        await self._run(self._stop)
+        self._thread.shutdown(wait=False)
+
+    def _stop(self) -> None:
+        _ray().shutdown()
+        self._clean()
+
+    def _clean(self) -> None:
+        logs = self._temp / "session_latest" / "logs"
+        if logs.is_dir():
+            shutil.copytree(
+                logs.resolve(), self._scratch / "ray", dirs_exist_ok=True, ignore_dangling_symlinks=True
+            )
+        shutil.rmtree(self._temp, ignore_errors=True)
+        for key, value in self._environ.items():
+            if value is None:
+                os.environ.pop(key, None)
+            else:
+                os.environ[key] = value
+
+    async def _run(self, function: Callable[[], T]) -> T:
+        return await _await_thread(self._thread, function)
+
+
+class Remote:
+    """A handle to an object that lives in a process of its own."""
+
+    def __init__(self, cluster: Cluster, name: str, log: Path, actor: Any) -> None:
+        self._cluster = cluster
+        self.name = name
+        self.log = log
+        self._actor = actor
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """Call a method and return its result.
+
+        A RollhookError raised there is raised here with its class and text; anything else becomes one
+        sentence that names the object, the method and the log. So does the death of the process.
+        """
+        return await self._ask("call", method, args)
+
+    async def stop(self) -> None:
+        """End the process at once; safe to call twice."""
+        actor, self._actor = self._actor, None
+        if self in self._cluster._remotes:
+            self._cluster._remotes.remove(self)
+        if actor is not None:
+            await self._cluster._run(lambda: _ray().kill(actor, no_restart=True))
+
+    async def _ask(self, what: str, *args: Any) -> Any:
+        if self._actor is None:
+            raise RollhookError(f"{self.name} was stopped")
+        ray = _ray()
+        reference = getattr(self._actor, what).remote(*args)
+        try:
+            reply = await asyncio.wrap_future(reference.future())
+        except ray.exceptions.RayActorError as error:
+            raise ProcessDied(
+                f"the process of {self.name} died; the end of its log {self.log}: {tail(self.log) or 'nothing'}"
+            ) from error
+        if isinstance(reply, _Failure):
+            raise reply.to_error(self.log)
+        return reply
+
+    async def _stop_child(self) -> None:
+        """Let a resident child process end in good order before Ray goes."""
+        try:
+            await asyncio.wait_for(self._ask("release"), STOP_GRACE_SECONDS + 2)
+        except (RollhookError, TimeoutError) as error:
+            logger.debug("%s did not end in good order: %s", self.name, error)
+
+
+class ProcessDied(RollhookError):
+    """The process behind a Remote is gone."""
+
+    boundary = "cluster"
+
+
+class RayPlacement:
+    """`rollhook.engine.Placement` on a cluster: every process is owned by an actor and dies with it."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._ports: set[int] = set()
+
+    async def start_process(
+        self, name: str, argv: Sequence[str], *, env: Mapping[str, str], log: Path, gpus: float = 0
+    ) -> RemoteProcess:
+        """Start a program, its output appended to `log`."""
+        process = RemoteProcess(self._cluster, name, list(argv), dict(env), log, gpus)
+        await process.restart()
+        return process
+
+    def free_port(self) -> int:
+        """Return a port of this machine that is free now and was not returned before."""
+        while True:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port: int = probe.getsockname()[1]
+            if port not in self._ports:
+                self._ports.add(port)
+                return port
+
+
+class RemoteProcess:
+    """`rollhook.engine.base.Process` behind an actor."""
+
+    def __init__(
+        self, cluster: Cluster, name: str, argv: list[str], env: dict[str, str], log: Path, gpus: float
+    ) -> None:
+        self._cluster = cluster
+        self._place = (name, argv, env, log, gpus)
+        self._remote: Remote | None = None
+
+    async def restart(self) -> None:
+        """Kill it if it lives and start it anew, also where its actor has died."""
+        await self.stop()
+        name, argv, env, log, gpus = self._place
+        self._remote = await self._cluster.place(
+            "rollhook.cluster:ChildProcess", argv, env, str(log), name=name, gpus=gpus
+        )
+
+    async def stop(self) -> None:
+        """Terminate, then kill after five seconds; safe to call twice."""
+        remote, self._remote = self._remote, None
+        if remote is None:
+            return
+        await remote._stop_child()
+        await remote.stop()
+
+    async def alive(self) -> bool:
+        """Return whether the program runs."""
+        if self._remote is None:
+            return False
+        try:
+            return bool(await self._remote.call("alive"))
+        except ProcessDied:
+            return False
+
+    async def pid(self) -> int:
+        """Return its process id."""
+        if self._remote is None:
+            raise RollhookError(f"{self._place[0]} was stopped")
+        return int(await self._remote.call("pid"))
+
+
+class ChildProcess:
+    """A program in a session of its own that dies with this process."""
+
+    def __init__(self, argv: Sequence[str], env: Mapping[str, str], log: str) -> None:
+        Path(log).parent.mkdir(parents=True, exist_ok=True)
+        with open(log, "ab") as output:
+            self._child = subprocess.Popen(
+                argv,
+                env=os.environ | env,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
+
+    def pid(self) -> int:
+        """Return its process id."""
+        return self._child.pid
+
+    def alive(self) -> bool:
+        """Return whether it runs."""
+        return self._child.poll() is None
+
+    def close(self) -> None:
+        """Terminate its session, then kill what is left."""
+        for sig in (signal.SIGTERM, signal.SIGKILL):
+            try:
+                os.killpg(self._child.pid, sig)
+                self._child.wait(STOP_GRACE_SECONDS)
+            except ProcessLookupError:
+                break
+            except subprocess.TimeoutExpired:
+                continue
+
+
+class _Resident:
+    """The actor: holds one object, gives its failures back as data (not every exception can be pickled)."""
+
+    def __init__(self, name: str, log: str) -> None:
+        self._name = name
+        self._object: Any = None
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+
+    def construct(self, target: str, args: Sequence[Any], env: Mapping[str, str]) -> Any:
+        os.environ.update(env)
+        return self._guard("construct", lambda: self._construct(target, args))
+
+    def call(self, method: str, args: Sequence[Any]) -> Any:
+        return self._guard(method, lambda: getattr(self._object, method)(*args))
+
+    def release(self) -> Any:
+        close = getattr(self._object, "close", None)
+        return self._guard("close", close) if close is not None else None
+
+    def _construct(self, target: str, args: Sequence[Any]) -> None:
+        module, _, name = target.partition(":")
+        self._object = getattr(importlib.import_module(module), name)(*args)
+
+    def _guard(self, method: str, function: Callable[[], Any]) -> Any:
+        try:
+            return function()
+        except Exception as error:  # noqa: BLE001 - handed to the caller, and in the log in full
+            traceback.print_exc()
+            sys.stderr.flush()
+            return _Failure.of(error, self._name, method)
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """An exception on its way home."""
+
+    text: str
+    error: bytes | None
+
+    @classmethod
+    def of(cls, error: Exception, name: str, method: str) -> _Failure:
+        if isinstance(error, RollhookError):
+            try:
+                payload = pickle.dumps(error)
+                pickle.loads(payload)
+                return cls(str(error), payload)
+            except Exception:  # noqa: BLE001 - the text is kept
+                return cls(str(error), None)
+        return cls(f"{name}.{method} failed: {_one_line(error)}", None)
+
+    def to_error(self, log: Path) -> RollhookError:
+        if self.error is not None:
+            error = pickle.loads(self.error)
+            assert isinstance(error, RollhookError)
+            return error
+        return RollhookError(f"{self.text}; the traceback is in {log}")
+
+
+def tail(log: Path, size: int = 2000) -> str:
+    """Return the last `size` bytes of a log as text, empty where there is none."""
+    try:
+        with log.open("rb") as stream:
+            stream.seek(max(0, log.stat().st_size - size))
+            return stream.read().decode("utf-8", "replace").strip()
+    except OSError:
+        return ""
+
+
+def _ray() -> Any:
+    try:
+        import ray
+        import ray.exceptions
+    except ImportError as error:
+        raise RollhookError(
+            f"native training runs on Ray, which cannot be imported ({error}): pip install 'rollhook[ray]'",
+            kind="user",
+        ) from error
+    return ray
+
+
+async def _await_thread(thread: ThreadPoolExecutor, function: Callable[[], T]) -> T:
+    return await asyncio.get_running_loop().run_in_executor(thread, function)
+
+
+def _set_environment(temp: Path) -> dict[str, str | None]:
+    """Set Ray's environment and return what it was; the token lets only this user's processes connect."""
+    token = temp / "token"
+    token.touch(mode=0o600)
+    token.write_text(secrets.token_hex(32))
+    wanted = RAY_ENV | {"RAY_AUTH_TOKEN_PATH": str(token)}
+    before = {key: os.environ.get(key) for key in wanted}
+    os.environ.update(wanted)
+    return before
+
+
+def _refresh_settings() -> None:
+    """Let a Ray that was imported earlier see the environment and the token of this start."""
+    try:
+        from ray._raylet import AuthenticationTokenLoader, Config
+    except ImportError:  # a Ray without authentication
+        return
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
+
+
+def _short_tmp() -> str:
+    directory = tempfile.gettempdir()
+    return directory if len(directory) <= 20 else "/tmp"  # noqa: S108 - mkdtemp makes it private
+
+
+def _sweep_temporary() -> None:
+    """Remove what drivers of this user that were killed have left behind."""
+    for path in Path(_short_tmp()).glob(f"{PREFIX}*"):
+        pid = path.name.removeprefix(PREFIX).partition("-")[0]
+        try:
+            if path.stat().st_uid == os.getuid() and pid.isdigit() and not Path(f"/proc/{pid}").exists():
+                shutil.rmtree(path, ignore_errors=True)
+        except OSError as error:
+            logger.debug("left %s: %s", path, error)
+
+
+def _die_with_parent() -> None:
+    """In the child, before exec: be killed when the parent dies; undo the signal mask that Ray set."""
+    import ctypes
+
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+    signal.pthread_sigmask(signal.SIG_SETMASK, set())
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    text = text if len(text) <= MAX_ERROR_CHARS else text[:MAX_ERROR_CHARS] + " ..."
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
