@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,5 +22,8 @@ class Pack(ABC):
         """Return a hex digest of generator version and configuration, without generating."""
 
     @abstractmethod
-    def write(self, directory: Path) -> None:
-        """Write the whole pack into an empty directory; deterministic."""
+    def write(self, directory: Path, progress: Callable[[int, int], None] | None = None) -> None:
+        """Write the whole pack into an empty directory; deterministic: no times, no machine.
+
+        `progress(done, total)` is called now and then where it is given.
+        """
