@@ -1,0 +1,84 @@
+"""`rollhook run` and `rollhook drive`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+    from rollhook.runtime.progress import Display
+    from rollhook.runtime.results import RunResult
+
+EXIT = {"succeeded": 0, "failed": 1, "stopped": 3}
+
+
+def run(
+    recipe: Annotated[str, typer.Argument(help="a recipe's path, or the name of a shipped one")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key.path=value, +key=value or ~key")] = None,
+    run_id: Annotated[
+        str | None, typer.Option(help="id of the new run; default: from the recipe's name")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="print the result as JSON on stdout")] = False,
+) -> None:
+    """Run a recipe on this machine, and the recipes that it needs before it.
+
+    Stop with Ctrl-C: once ends after the step under way, twice ends at once.
+    """
+    from rollhook.recipe.load import load_recipe
+    from rollhook.runtime.launch import run_recipe
+    from rollhook.runtime.progress import Display
+
+    display = Display()
+    loaded = load_recipe(recipe, overrides or [])
+    _finish(run_recipe(loaded, recipe, overrides or [], display, run_id), display, json)
+
+
+def drive(
+    lock: Annotated[Path, typer.Argument(help="recipe.lock.yaml inside a run's directory")],
+    json: Annotated[bool, typer.Option("--json", help="print the result as JSON on stdout")] = False,
+) -> None:
+    """Drive the next attempt of a run that a launcher has set up (internal)."""
+    from rollhook.recipe.load import load_recipe
+    from rollhook.rundir import RunDir
+    from rollhook.runtime.launch import drive_run
+    from rollhook.runtime.progress import Display
+
+    display = Display()
+    _finish(drive_run(RunDir.find(lock.resolve().parent), load_recipe(lock), display), display, json)
+
+
+def _finish(work: Coroutine[None, None, RunResult], display: Display, as_json: bool) -> None:
+    """Do the work, show its summary and exit with its status."""
+    from rollhook.runtime.progress import summary
+
+    _log_to(display)
+    try:
+        result = asyncio.run(work)
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        display.say("Stopped.")
+        raise typer.Exit(EXIT["stopped"]) from None
+    table = summary(result.evaluations)
+    if table is not None:
+        display.console.print(table)
+    for name, text in result.notes.items():
+        display.say(f"{name}: {text}")
+    display.say(f"Run {result.run_id} {result.status} after {result.steps} steps, {result.seconds:.0f} s.")
+    if as_json:
+        import orjson
+
+        typer.echo(orjson.dumps({"run_id": result.run_id, "status": result.status, "checkpoint": result.checkpoint,
+                                 "metrics": result.metrics}).decode())  # fmt: skip
+    raise typer.Exit(EXIT[result.status])
+
+
+def _log_to(display: Display) -> None:
+    from rich.logging import RichHandler
+
+    handler = RichHandler(console=display.console, show_path=False, show_time=False)
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], format="%(message)s")

@@ -1,0 +1,142 @@
+"""Evaluation: episodes that never train, counted by family."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from rollhook.engine import SamplingParams
+from rollhook.environment import Task
+from rollhook.runtime.episode import EpisodeRequest, EpisodeResult, EpisodeRunner
+from rollhook.runtime.seeds import derive
+
+
+@dataclass(frozen=True)
+class Rate:
+    """A pass rate over `count` episodes; `errors` more gave no verdict and are not counted."""
+
+    passed: int
+    count: int
+    errors: int = 0
+
+    @property
+    def value(self) -> float:
+        """The share that passed; 0 when nothing was counted."""
+        return self.passed / self.count if self.count else 0.0
+
+    @property
+    def stderr(self) -> float:
+        """The binomial standard error of `value`."""
+        return math.sqrt(self.value * (1 - self.value) / self.count) if self.count else 0.0
+
+
+@dataclass
+class Evaluation:
+    """What one evaluation found, in all and by family."""
+
+    step: int
+    mode: str
+    families: dict[str, Rate] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def total(self) -> Rate:
+        """All families together."""
+        rates = self.families.values()
+        return Rate(sum(r.passed for r in rates), sum(r.count for r in rates), sum(r.errors for r in rates))
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics: `eval/pass_rate` and `eval_family/<name>`, with `_greedy` for greedy ones."""
+        suffix = "_greedy" if self.mode == "greedy" else ""
+        total = self.total
+        found = {
+            f"eval/pass_rate{suffix}": total.value,
+            f"eval/stderr{suffix}": total.stderr,
+            f"eval/episodes{suffix}": float(total.count),
+            f"eval/errors{suffix}": float(total.errors),
+        }
+        for family, rate in self.families.items():
+            found[f"eval_family{suffix}/{family or 'all'}"] = rate.value
+        return found
+
+
+def choose(tasks: Sequence[Task], episodes: int | None, samples: int, seed: int) -> list[Task]:
+    """Return the tasks of an evaluation's episodes: the same ones at every step of a run.
+
+    At most `episodes` of them in a seeded order, spread evenly over the families; each `samples` times.
+    """
+    families: dict[str, list[Task]] = {}
+    for task in tasks:
+        families.setdefault(task.family, []).append(task)
+    for name, members in families.items():
+        random.Random(derive(seed, "eval", name)).shuffle(members)  # noqa: S311 - not for secrets
+    rounds = [
+        members[n]
+        for n in range(max(map(len, families.values()), default=0))
+        for members in families.values()
+        if n < len(members)
+    ]
+    chosen = rounds if episodes is None else rounds[: max(1, episodes // samples)]
+    return [task for task in chosen for _ in range(samples)]
+
+
+async def evaluate(
+    runner: EpisodeRunner,
+    tasks: Sequence[Task],
+    sampling: SamplingParams,
+    *,
+    step: int,
+    attempt: int,
+    seed: int,
+    max_concurrent: int,
+    retries: int = 2,
+    finished: Callable[[EpisodeResult], None] = lambda result: None,
+) -> Evaluation:
+    """Run one episode per task; one that gave no verdict for want of machinery is tried again."""
+    mode = "greedy" if sampling.temperature == 0 else "sampled"
+    began = asyncio.get_running_loop().time()
+    slots = asyncio.Semaphore(max_concurrent)
+    counts: dict[str, list[int]] = {}
+
+    async def one(number: int, task: Task) -> None:
+        for attempt_no in range(retries + 1):
+            episode_id = f"a{attempt}-s{step:05d}-{mode}-{number:05d}-t{attempt_no}"
+            request = EpisodeRequest(
+                episode_id, f"eval-{task.id}", task, derive(seed, mode, number), sampling, purpose="eval"
+            )
+            async with slots:
+                result = await runner.run(request)
+            finished(result)
+            if result.record.outcome.kind != "infra_error":
+                break
+        passed, count, errors = counts.setdefault(task.family, [0, 0, 0])
+        outcome = result.record.outcome
+        missing = outcome.kind in ("infra_error", "cancelled")
+        good = outcome.reward is not None and outcome.reward >= 1.0
+        counts[task.family] = [passed + good, count + (not missing), errors + missing]
+
+    async with asyncio.TaskGroup() as group:
+        for number, task in enumerate(tasks):
+            group.create_task(one(number, task))
+    families = {name: Rate(*counts[name]) for name in sorted(counts)}
+    return Evaluation(step, mode, families, asyncio.get_running_loop().time() - began)
+
+
+def comparison(before: Evaluation, after: Evaluation) -> list[tuple[str, Rate, Rate]]:
+    """Return (family, before, after) rows, the total last."""
+    names = sorted({*before.families, *after.families})
+    nothing = Rate(0, 0)
+    rows = [(n, before.families.get(n, nothing), after.families.get(n, nothing)) for n in names]
+    return [*rows, ("all", before.total, after.total)]
+
+
+def one_sided_p(before: Rate, after: Rate) -> float:
+    """Return the p-value of a one-sided two-proportion z-test that `after` is not better than `before`."""
+    pooled = (before.passed + after.passed) / (before.count + after.count)
+    scale = math.sqrt(pooled * (1 - pooled) * (1 / before.count + 1 / after.count))
+    if scale == 0:
+        return 1.0 if after.value <= before.value else 0.0
+    return 0.5 * math.erfc((after.value - before.value) / scale / math.sqrt(2))

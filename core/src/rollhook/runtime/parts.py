@@ -1,0 +1,77 @@
+"""Building a recipe's components."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from rollhook.agent import Agent
+from rollhook.component import BuildContext
+from rollhook.errors import UsageError
+from rollhook.packs import resolve
+from rollhook.plugins import Plugins
+from rollhook.recipe.schema import Recipe, Use
+from rollhook.records import Group
+from rollhook.runtime.seeds import derive
+from rollhook.secrets import resolve_secret
+
+
+def cache_directory() -> Path:
+    """Return the user's cache directory (XDG)."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "rollhook"
+
+
+class Parts:
+    """Builds components of a recipe, each with a context of its own."""
+
+    def __init__(self, recipe: Recipe, plugins: Plugins, scratch: Path, run_id: str, attempt: int) -> None:
+        self.recipe = recipe
+        self.plugins = plugins
+        self._scratch = scratch
+        self._run_id = run_id
+        self._attempt = attempt
+
+    def context(self, name: str) -> BuildContext:
+        """Return the context of the component at this key path."""
+        return BuildContext(
+            logger=logging.getLogger(f"rollhook.{name}"),
+            scratch=self._scratch,
+            cache=cache_directory(),
+            seed=derive(self.recipe.seed, name),
+            run_id=self._run_id,
+            attempt=self._attempt,
+            secret=resolve_secret,
+            build=lambda kind, spec: self.build(kind, spec, f"{name}.{kind}"),
+        )
+
+    def keys(self, use: Use) -> dict[str, Any]:
+        """Return a component's keys with `pack:` references turned into paths."""
+        found: dict[str, Any] = self.resolved(use.keys)
+        return found
+
+    def build(self, kind: str, use: Use, name: str) -> Any:
+        """Build the component that `use` names."""
+        return self.plugins.build(kind, use.use, self.keys(use), self.context(name))
+
+    def build_agent(self) -> Agent:
+        """Build the recipe's agent; raises UsageError when it names none."""
+        if self.recipe.agent is None:
+            raise UsageError("a recipe with an environment needs an agent, e.g. `agent: shell`")
+        agent: Agent = self.build("agent", self.recipe.agent, "agent")
+        return agent
+
+    def accept_group(self, group: Group) -> str | None:
+        """Ask the loaded filters; the first reason counts."""
+        reasons = self.plugins.manager.hook.rollhook_accept_group(group=group)
+        return next((reason for reason in reasons if reason), None)
+
+    def resolved(self, value: Any) -> Any:
+        """Return a plain value with every `pack:` reference in it turned into a path."""
+        if isinstance(value, dict):
+            return {key: self.resolved(each) for key, each in value.items()}
+        if isinstance(value, str) and value.startswith("pack:"):
+            return str(resolve(value, self.plugins))
+        return value

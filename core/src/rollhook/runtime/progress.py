@@ -1,0 +1,134 @@
+"""What a run shows while it runs, and the table at its end."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from rollhook.records import EpisodeRecord
+from rollhook.runtime.evaluate import Evaluation, comparison
+
+
+class Display:
+    """A live display on a terminal, plain lines elsewhere.
+
+    Writes to stderr, so that stdout stays for what a machine reads.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console(stderr=True, highlight=False)
+        self._bar = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=self.console,
+        )
+        self._outcomes: Counter[str] = Counter()
+        self._steps: list[float] = []
+        self._status = Text("")
+        self._live: Live | None = None
+        self._doing: int | None = None
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Show the display while the block runs."""
+        if not self.console.is_terminal:
+            yield
+            return
+        with Live(Group(self._status, self._bar), console=self.console, refresh_per_second=8) as live:
+            self._live = live
+            try:
+                yield
+            finally:
+                self._live = None
+
+    def say(self, text: str) -> None:
+        """Print a line that stays."""
+        self.console.print(text, markup=False)
+
+    def begin(self, what: str, total: int) -> None:
+        """Start a bar for a stretch of work."""
+        self.end()
+        if self._live is not None:
+            self._doing = self._bar.add_task(what, total=total)
+
+    def advance(self) -> None:
+        """One more of the current stretch is done."""
+        if self._doing is not None:
+            self._bar.advance(self._doing)
+
+    def end(self) -> None:
+        """The current stretch is over."""
+        if self._doing is not None:
+            self._bar.remove_task(self._doing)
+            self._doing = None
+
+    def episode(self, record: EpisodeRecord) -> None:
+        """Count a finished episode."""
+        self._outcomes[record.outcome.kind] += 1
+        self.advance()
+
+    def step(self, step: int, steps: int, metrics: Mapping[str, float], every: int) -> None:
+        """Show a finished step; off a terminal, every `every`-th only."""
+        self._steps.append(time.monotonic())
+        line = self._line(step, steps, metrics)
+        self._status.plain = line
+        if self._live is None and (step % every == 0 or step == steps):
+            self.say(line)
+
+    def _line(self, step: int, steps: int, metrics: Mapping[str, float]) -> str:
+        parts = [f"step {step}/{steps}"]
+        shown = {
+            "rollout/pass_rate": "pass {:.2f}",
+            "train/loss": "loss {:.3f}",
+            "rollout/tokens_per_second": "{:.0f} tokens/s",
+            "episode/create_seconds": "sandbox {:.3f} s",
+        }
+        parts += [form.format(metrics[name]) for name, form in shown.items() if name in metrics]
+        if self._outcomes:
+            parts.append(", ".join(f"{count} {kind}" for kind, count in sorted(self._outcomes.items())))
+        recent = self._steps[-20:]
+        if len(recent) > 1 and step < steps:
+            pace = (recent[-1] - recent[0]) / (len(recent) - 1)
+            parts.append(f"ETA {_clock(pace * (steps - step))}")
+        return " | ".join(parts)
+
+
+def summary(evaluations: Sequence[Evaluation]) -> Table | None:
+    """Return a table of the first against the last evaluation, by family, or None without two."""
+    table = Table(title="Held-out pass rate, before and after", title_justify="left")
+    table.add_column("family")
+    rows: dict[str, list[str]] = {}
+    for mode in ("sampled", "greedy"):
+        found = [e for e in evaluations if e.mode == mode]
+        if len(found) < 2:
+            continue
+        for name in (f"{mode}: step {found[0].step}", f"step {found[-1].step}", "gain"):
+            table.add_column(name, justify="right")
+        for family, before, after in comparison(found[0], found[-1]):
+            rows.setdefault(family or "all", []).extend(
+                [
+                    f"{before.value:.3f} ± {before.stderr:.3f}",
+                    f"{after.value:.3f} ± {after.stderr:.3f}",
+                    f"{after.value - before.value:+.3f}",
+                ]
+            )
+    if not rows:
+        return None
+    for family, cells in rows.items():
+        table.add_row(family, *cells, end_section=family == list(rows)[-2] if len(rows) > 1 else False)
+    return table
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes}:{rest:02d}"

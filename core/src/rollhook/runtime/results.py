@@ -1,0 +1,92 @@
+"""What a run leaves for those who come after: its result, and how a recipe finds a run that it needs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import orjson
+
+from rollhook.durable import write_atomic
+from rollhook.runtime.evaluate import Evaluation, Rate
+
+NAME = "result.json"
+Status = Literal["succeeded", "failed", "stopped"]
+
+
+@dataclass
+class RunResult:
+    """How an attempt ended. `checkpoint` is the newest committed one's directory."""
+
+    run_id: str
+    status: Status
+    digest: str
+    steps: int = 0
+    checkpoint: str | None = None
+    seconds: float = 0.0
+    evaluations: list[Evaluation] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
+
+    def write(self, directory: Path) -> None:
+        """Write `result.json` into the run's directory."""
+        data = {
+            "run_id": self.run_id,
+            "status": self.status,
+            "digest": self.digest,
+            "steps": self.steps,
+            "checkpoint": self.checkpoint,
+            "seconds": self.seconds,
+            "metrics": self.metrics,
+            "notes": self.notes,
+            "evaluations": [
+                {"step": e.step, "mode": e.mode, "seconds": e.seconds, "families": _counts(e)}
+                for e in self.evaluations
+            ],
+        }
+        write_atomic(directory / NAME, orjson.dumps(data, option=orjson.OPT_INDENT_2))
+
+
+def read_result(directory: Path) -> RunResult | None:
+    """Return a run's result; None where there is none or it cannot be read."""
+    try:
+        data = orjson.loads((directory / NAME).read_bytes())
+        evaluations = [
+            Evaluation(
+                e["step"], e["mode"], {n: Rate(*counts) for n, counts in e["families"].items()}, e["seconds"]
+            )
+            for e in data.pop("evaluations")
+        ]
+        return RunResult(**data, evaluations=evaluations)
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def recipe_digest(resolved: Mapping[str, Any], versions: Mapping[str, str]) -> str:
+    """Return the hash of all that decides what a run would do; where it is stored does not count."""
+    said = {key: value for key, value in resolved.items() if key != "storage"}
+    text = orjson.dumps([said, dict(versions)], option=orjson.OPT_SORT_KEYS)
+    return hashlib.sha256(text).hexdigest()
+
+
+def finished_run(root: Path, digest: str) -> RunResult | None:
+    """Return a finished run below `root` with this digest whose checkpoint is still there."""
+    for path in sorted(root.glob(f"*/{NAME}"), reverse=True):
+        result = read_result(path.parent)
+        if result is None or result.digest != digest or result.status != "succeeded":
+            continue
+        if result.checkpoint and Path(result.checkpoint).is_dir():
+            return result
+    return None
+
+
+def last_of(evaluations: Sequence[Evaluation], mode: str) -> Evaluation | None:
+    """Return the newest evaluation of a mode."""
+    return next((e for e in reversed(evaluations) if e.mode == mode), None)
+
+
+def _counts(evaluation: Evaluation) -> dict[str, list[int]]:
+    return {name: [r.passed, r.count, r.errors] for name, r in evaluation.families.items()}

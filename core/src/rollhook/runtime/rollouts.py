@@ -1,0 +1,289 @@
+"""The rollout side of a run: environments, sandboxes, engines, policy, and the episodes they make."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollhook.agent import Agent
+from rollhook.engine import Engine, SamplingParams
+from rollhook.engine.client import EngineClient
+from rollhook.engine.weights import update_workers
+from rollhook.environment import Environment, Task
+from rollhook.errors import EngineError, UsageError
+from rollhook.records import Group
+from rollhook.router import Worker
+from rollhook.routing import build_chain
+from rollhook.runtime.draw import Draw
+from rollhook.runtime.episode import EpisodeRequest, EpisodeResult, EpisodeRunner
+from rollhook.runtime.evaluate import Evaluation, choose, evaluate
+from rollhook.runtime.parts import Parts
+from rollhook.runtime.rollout import Batch, Collector, Prompt
+from rollhook.runtime.seeds import derive
+from rollhook.sandbox import SandboxBackend
+from rollhook.sandbox.pool import SandboxPool
+from rollhook.session import PolicyClient, Renderer
+
+if TYPE_CHECKING:
+    from rollhook.engine.base import Placement
+    from rollhook.recipe.schema import Recipe
+    from rollhook.rundir import Attempt
+
+logger = logging.getLogger(__name__)
+
+Finished = Callable[[EpisodeResult], None]
+
+
+class Rollouts:
+    """What makes episodes in a run; entered once weights exist, left when the run ends.
+
+    Parts are released in the reverse order of their making, also after a failed start.
+    """
+
+    def __init__(self, parts: Parts, attempt: Attempt, finished: Finished) -> None:
+        self._parts = parts
+        self._recipe: Recipe = parts.recipe
+        self._attempt = attempt
+        self._finished = finished
+        self._stack = AsyncExitStack()
+        self._engine: Engine | None = None
+        self._client: EngineClient | None = None
+        self._policy: PolicyClient | None = None
+        self._pool: SandboxPool | None = None
+        self._workers: list[Worker] = []
+        self._runners: dict[str, EpisodeRunner] = {}
+        self._draws: dict[str, Draw] = {}
+        self._tasks: dict[tuple[str, str], list[Task]] = {}
+        self._collector: Collector | None = None
+        self.descriptions: dict[str, str] = {}
+
+    async def prepare(self) -> None:
+        """Build what needs no weights: environments with their tasks, the sandbox pool, the agent.
+
+        Raises UsageError when a split is empty or the sandbox cannot be had here.
+        """
+        recipe = self._recipe
+        backend = await self._backend()
+        agent = self._parts.build_agent()
+        self._stack.push_async_callback(agent.aclose)
+        capabilities = backend.capabilities if backend is not None else frozenset()
+        for number, use in enumerate(recipe.environment):
+            environment: Environment = self._parts.build("environment", use, f"environment.{number}")
+            self._stack.push_async_callback(environment.aclose)
+            problems = environment.problems(capabilities)
+            if problems:
+                raise UsageError(f"environment {use.use} cannot run here: {'; '.join(problems)}")
+            await self._read_tasks(use.use, environment, use.split, recipe.evaluation.split)
+            self._runners[use.use] = self._runner(use.use, environment, agent)
+            self.descriptions.update(environment.describe())
+
+    async def start(self, placement: Placement, model_dir: Path, version: int) -> None:
+        """Start the engines with these weights and open the policy."""
+        recipe = self._recipe
+        if recipe.engine is None:
+            raise UsageError("a recipe that asks a policy needs an engine")
+        self._engine = self._parts.build("engine", recipe.engine, "engine")
+        self._stack.push_async_callback(self._engine.stop)
+        renderer_task = asyncio.to_thread(self._renderer, model_dir)
+        self._workers, renderer = await asyncio.gather(
+            _listed(self._engine.start(placement, model_dir, version)), renderer_task
+        )
+        self._client = EngineClient()
+        self._stack.push_async_callback(self._client.aclose)
+        chain = build_chain(
+            recipe.router.use, recipe.router.keys, self._parts.plugins, self._parts.context("router")
+        )
+        self._policy = PolicyClient(
+            renderer,
+            chain,
+            self._client,
+            context_length=self._context_length(model_dir),
+            seed=derive(recipe.seed, "policy"),
+        )
+        self._stack.push_async_callback(self._policy.close)
+        self._policy.set_workers(self._workers, version)
+        for runner in self._runners.values():
+            runner.policy = self._policy
+        self._collector = self._make_collector()
+
+    async def collect(self, step: int) -> Batch:
+        """Run the groups of one training step."""
+        assert self._collector is not None
+        return await self._collector.collect(self._prompts(step), step)
+
+    def observe(self, groups: Sequence[Group]) -> None:
+        """Let the draws learn the pass rates of finished groups."""
+        for group in groups:
+            rewards = group.rewards
+            if rewards:
+                rate = sum(r >= 1.0 for r in rewards) / len(rewards)
+                self._draws[group.environment].observe(group.family, rate)
+
+    async def evaluate(self, step: int, begun: Callable[[str, int], None]) -> list[Evaluation]:
+        """Evaluate on the held-out split at training temperature and, if asked, greedily."""
+        settings, sampling = self._recipe.evaluation, self._recipe.rollout.sampling
+        plans = [SamplingParams(sampling.temperature, sampling.top_p, sampling.top_k)]
+        if settings.greedy:
+            plans.append(SamplingParams(temperature=0.0))
+        found = []
+        for name, runner in self._runners.items():
+            tasks = choose(
+                self._tasks[name, settings.split], settings.episodes, settings.samples, self._recipe.seed
+            )
+            for plan in plans:
+                begun(f"evaluate ({'greedy' if plan.temperature == 0 else 'sampled'})", len(tasks))
+                found.append(
+                    await evaluate(
+                        runner,
+                        tasks,
+                        plan,
+                        step=step,
+                        attempt=self._attempt.number,
+                        seed=derive(self._recipe.seed, "evaluation", step),
+                        max_concurrent=self._recipe.rollout.max_concurrent,
+                        finished=self._finished,
+                    )
+                )
+        return found
+
+    async def update(self, path: Path, version: int) -> None:
+        """Bring new weights to every engine; one that fails is revived, or leaves the routing."""
+        assert self._client is not None
+        assert self._policy is not None
+        assert self._engine is not None
+        failed = await update_workers(self._client, self._workers, path, version)
+        for worker in {Worker(worker.url): None for worker in failed}:
+            if not await self._engine.revive(worker, path, version):
+                self._workers = [w for w in self._workers if w.url != worker.url]
+        if not self._workers:
+            raise EngineError(
+                f"no engine took weight version {version}; their logs are in {self._attempt.logs}"
+            )
+        self._policy.set_workers(self._workers, version)
+
+    def draw_state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of the draws."""
+        return {name: draw.state() for name, draw in self._draws.items()}
+
+    def load_draw_state(self, state: Mapping[str, Any]) -> None:
+        """Restore the draws."""
+        for name, saved in state.items():
+            self._draws[name].load(saved)
+
+    def sandbox_stats(self) -> dict[str, float]:
+        """Return the pool's counts, as metrics."""
+        if self._pool is None:
+            return {}
+        return {f"sandbox/{name}": float(value) for name, value in self._pool.stats().items()}
+
+    async def aclose(self) -> None:
+        """Release everything: engines, sandboxes, environments."""
+        await self._stack.aclose()
+
+    async def _backend(self) -> SandboxBackend | None:
+        use = self._recipe.sandbox
+        if use is None:
+            return None
+        backend: SandboxBackend = self._parts.build("sandbox", use, "sandbox")
+        self._stack.push_async_callback(backend.aclose)
+        await backend.start()
+        self._pool = SandboxPool(
+            backend,
+            run_id=self._attempt.run.run_id,
+            attempt=self._attempt.number,
+            journal=self._attempt.journal,
+            create_concurrency=use.create_concurrency,
+            create_retries=use.create_retries,
+            warm=use.warm,
+        )
+        self._stack.push_async_callback(self._pool.aclose)
+        return backend
+
+    async def _read_tasks(self, name: str, environment: Environment, train: str, heldout: str) -> None:
+        splits = {train} | ({heldout} if self._recipe.evaluation.every else set())
+        for split in splits:
+            tasks = await asyncio.to_thread(environment.tasks, split)
+            usable = [task for task in tasks if task.problem is None]
+            if not usable:
+                first = next((task.problem for task in tasks if task.problem), "it is empty")
+                raise UsageError(f"environment {name}: split {split!r} has no task that can run: {first}")
+            if len(usable) < len(tasks):
+                logger.warning(
+                    "environment %s: %d of %d tasks of split %s cannot run; `rollhook tasks list` says why",
+                    name, len(tasks) - len(usable), len(tasks), split,
+                )  # fmt: skip
+            self._tasks[name, split] = usable
+        rollout = self._recipe.rollout
+        self._draws[name] = Draw(
+            self._tasks[name, train],
+            how=rollout.draw,
+            floor=rollout.draw_floor,
+            seed=derive(self._recipe.seed, "tasks", name),
+        )
+
+    def _runner(self, name: str, environment: Environment, agent: Agent) -> EpisodeRunner:
+        return EpisodeRunner(
+            name=name,
+            environment=environment,
+            agent=agent,
+            pool=self._pool,
+            policy=None,
+            limits=self._recipe.budgets,
+            outcome_policy=self._recipe.outcomes,
+            context=self._parts.context(f"environment.{name}"),
+        )
+
+    def _make_collector(self) -> Collector:
+        return Collector(
+            self._runners,
+            self._recipe.rollout,
+            seed=self._recipe.seed,
+            attempt=self._attempt.number,
+            accept=self._parts.accept_group,
+            started=self._journal_start,
+            finished=self._finished,
+        )
+
+    def _journal_start(self, request: EpisodeRequest) -> None:
+        self._attempt.journal.append(
+            "episode_started",
+            episode_id=request.episode_id,
+            group_id=request.group_id,
+            task_id=request.task.id,
+            seed=request.seed,
+        )
+
+    def _prompts(self, step: int) -> list[Prompt]:
+        """Draw the step's tasks; with several environments, each group's by weight."""
+        count, uses = self._recipe.rollout.batch_groups, self._recipe.environment
+        shares = [use.weight for use in uses]
+        total = sum(shares)
+        counts = [int(count * share / total) for share in shares]
+        for extra in range(count - sum(counts)):
+            counts[(step + extra) % len(counts)] += 1
+        return [
+            Prompt(task, use.use)
+            for use, wanted in zip(uses, counts, strict=True)
+            for task in self._draws[use.use].take(wanted, step)
+        ]
+
+    def _renderer(self, model_dir: Path) -> Renderer:
+        model = self._recipe.model
+        tokenizer = model.tokenizer if model is not None and isinstance(model.tokenizer, str) else None
+        template = model.chat_template if model is not None else None
+        text = Path(template).read_text() if template else None
+        return Renderer(Path(tokenizer) if tokenizer else model_dir, text)
+
+    def _context_length(self, model_dir: Path) -> int:
+        from rollhook.runtime.model import context_length
+
+        stated = self._recipe.model.context_length if self._recipe.model else None
+        return stated or context_length(model_dir)
+
+
+async def _listed(workers: Any) -> list[Worker]:
+    return list(await workers)
