@@ -1,0 +1,456 @@
+"""The sandbox pool: creates within a throttle, leases before it asks, deletes whatever it made.
+
+A sandbox serves one episode and is then deleted; created ahead is fine, reused is not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import logging
+import random
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rollhook.durable import to_json
+from rollhook.errors import BudgetExceeded, RollhookError, SandboxError
+from rollhook.sandbox.backend import RawSandbox, SandboxBackend, SandboxSpec
+from rollhook.sandbox.lease import PREFIX, Lease, LeaseJournal
+
+if TYPE_CHECKING:
+    from rollhook.sandbox.sandbox import Sandbox
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PoolTimes:
+    """The pool's own times, in seconds."""
+
+    backoff_first: float = 0.5
+    backoff_most: float = 30.0
+    #: between two touches of a sandbox whose backend needs them
+    keepalive: float = 60.0
+    #: how long an abandoned create may take until it is cancelled
+    abandoned_create: float = 300.0
+    #: how long deleting is retried before it is given up with an error in the log
+    delete: float = 120.0
+    #: how long a sandbox that was created ahead may wait for its episode
+    warm: float = 600.0
+
+
+@dataclass(eq=False)
+class _Live:
+    """A sandbox of this pool from creation to deletion."""
+
+    lease: Lease
+    raw: RawSandbox
+    sandbox: Sandbox
+    created: float
+    #: whether an earlier try under the same lease may have left a second sandbox
+    strays: bool
+
+
+@dataclass(eq=False)
+class _Try:
+    """How far the making of one sandbox has come."""
+
+    lease: Lease
+    tries: int = 0
+    call: asyncio.Task[RawSandbox] | None = None
+
+
+class SandboxPool:
+    """Hands out sandboxes of one backend to the episodes of one attempt; one event loop.
+
+    `create_concurrency` creates are under way at most; one that waits to try again holds no place.
+    `create_retries` is the number of further tries of a create that the backend calls retryable.
+    `warm` sandboxes are kept created ahead for the spec that was asked for last.
+    """
+
+    def __init__(  # noqa: PLR0913 - the last six are for tests
+        self,
+        backend: SandboxBackend,
+        *,
+        run_id: str,
+        attempt: int,
+        journal: LeaseJournal,
+        create_concurrency: int = 4,
+        create_retries: int = 8,
+        warm: int = 0,
+        times: PoolTimes | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        rng: random.Random | None = None,
+        sandbox: Callable[..., Sandbox] | None = None,
+    ) -> None:
+        self._backend = backend
+        self._run_id = run_id
+        self._attempt = attempt
+        self._journal = journal
+        self._throttle = asyncio.Semaphore(create_concurrency)
+        self._retries = create_retries
+        self._warm_wanted = warm
+        self._times = times or PoolTimes()
+        self._clock = clock
+        self._wall = wall
+        self._sleep = sleep
+        self._rng = rng or random.Random()  # noqa: S311 - jitter
+        self._sandbox = sandbox or _sandbox_class()
+        self._live: dict[str, _Live] = {}
+        self._warm: dict[bytes, deque[_Live]] = {}
+        self._warming = 0
+        self._makers: set[asyncio.Task[_Live]] = set()
+        self._chores: set[asyncio.Task[None]] = set()
+        self._keepalive: asyncio.Task[None] | None = None
+        self._closing = False
+        self._counts: Counter[str] = Counter()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+
+    async def acquire(
+        self, spec: SandboxSpec, *, episode_id: str, box: str = "main", timeout: float | None = None
+    ) -> Sandbox:
+        """Return a fresh sandbox for this episode.
+
+        Cancelled at any moment, it leaves nothing behind: what was being created is deleted in the
+        background. Raises BudgetExceeded(node="create") after `timeout` seconds, SandboxError when the
+        backend cannot make one, RunError when the lease cannot be written.
+        """
+        started = self._clock()
+        maker = self._spawn_maker(self._obtain(spec, episode_id, box))
+        try:
+            async with asyncio.timeout(timeout):
+                live = await asyncio.shield(maker)
+        except TimeoutError:
+            self._abandon(maker)
+            raise BudgetExceeded(
+                f"no sandbox for episode {episode_id} within {timeout:g} s ({self._situation()})",
+                node="create",
+            ) from None
+        except asyncio.CancelledError:
+            self._abandon(maker)
+            if self._closing and maker.cancelled() and not _being_cancelled():
+                raise SandboxError("the sandbox pool was closed while a sandbox was being made") from None
+            raise
+        self._live[live.sandbox.id] = live
+        self._counts["acquired"] += 1
+        self._seconds["wait"] += self._clock() - started
+        self.prepare(spec)
+        return live.sandbox
+
+    async def release(self, sandbox: Sandbox) -> None:
+        """Close and delete a sandbox of this pool; returns after the first try, others follow by themselves.
+
+        Safe to call twice and to cancel.
+        """
+        live = self._live.pop(sandbox.id, None)
+        if live is not None:
+            tried = asyncio.Event()
+            self._chore(self._retire(live, tried))
+            await tried.wait()
+
+    def prepare(self, spec: SandboxSpec) -> None:
+        """Create ahead, in the background, until `warm` sandboxes wait for an episode."""
+        waiting = sum(len(queue) for queue in self._warm.values()) + self._warming
+        for _ in range(0 if self._closing else self._warm_wanted - waiting):
+            self._warming += 1
+            self._chore(self._warm_up(spec))
+
+    def stats(self) -> dict[str, float]:
+        """Return counts and seconds since the start, and what is alive now."""
+        alive = [*self._live.values(), *itertools.chain(*self._warm.values())]
+        now = self._clock()
+        counts, seconds = self._counts, self._seconds
+        return {
+            "sandbox/live": float(len(alive)),
+            "sandbox/creating": float(len(self._makers)),
+            "sandbox/acquired": float(counts["acquired"]),
+            "sandbox/creates": float(counts["creates"]),
+            "sandbox/create_retries": float(counts["retries"]),
+            "sandbox/create_failures": float(counts["failures"]),
+            "sandbox/deletes": float(counts["deletes"]),
+            "sandbox/delete_retries": float(counts["delete_retries"]),
+            "sandbox/leaked": float(counts["leaked"]),
+            "sandbox/seconds": seconds["alive"] + sum(now - live.created for live in alive),
+            "sandbox/create_seconds_mean": seconds["create"] / max(1, counts["creates"]),
+            "sandbox/wait_seconds_mean": seconds["wait"] / max(1, counts["acquired"]),
+        }
+
+    async def aclose(self) -> None:
+        """Delete everything that this pool made; further acquires are refused. Safe to call twice.
+
+        Takes as long as abandoned creates and retried deletes take, within `PoolTimes`.
+        """
+        self._closing = True
+        for maker in list(self._makers):
+            maker.cancel()
+        if self._makers:
+            await asyncio.wait(self._makers)
+        if self._keepalive is not None:
+            self._keepalive.cancel()
+            await asyncio.wait({self._keepalive})
+        for live in [*self._live.values(), *itertools.chain(*self._warm.values())]:
+            self._chore(self._retire(live))
+        self._live.clear()
+        self._warm.clear()
+        while self._chores:
+            await asyncio.wait(set(self._chores))
+
+    # making
+
+    async def _obtain(self, spec: SandboxSpec, episode: str, box: str) -> _Live:
+        """Take one that was created ahead, else make one."""
+        while self._warm and (live := self._take_warm(spec)) is not None:
+            try:
+                usable = self._clock() - live.created < self._times.warm and await live.raw.alive()
+            except RollhookError as error:
+                logger.info("sandbox %s, created ahead, does not answer: %s", live.raw.id, error)
+                usable = False
+            except BaseException:
+                self._chore(self._retire(live))
+                raise
+            if usable:
+                self._journal.append("lease_assigned", nonce=live.lease.nonce, episode=episode, box=box)
+                return live
+            self._chore(self._retire(live))
+        return await self._make(spec, episode, box)
+
+    async def _make(self, spec: SandboxSpec, episode: str, box: str) -> _Live:
+        """Create a sandbox under a new lease, trying again where the backend says that it may help."""
+        if self._closing:
+            raise SandboxError("the sandbox pool is closed")
+        lease = Lease.new(
+            run_id=self._run_id,
+            attempt=self._attempt,
+            now=self._wall(),
+            lifetime=spec.lifetime_seconds,
+            episode=episode,
+            box=box,
+        )
+        labelled = dataclasses.replace(spec, labels={**spec.labels, **lease.labels()})
+        state = _Try(lease)
+        await self._journal.append_durable("lease", **lease.data())
+        try:
+            raw = await self._try_until_made(labelled, state)
+            created = self._clock()
+            self._journal.append("lease_created", nonce=lease.nonce, sandbox_id=raw.id)
+        except BaseException:
+            self._chore(self._clear(state))
+            raise
+        live = _Live(
+            lease,
+            raw,
+            self._sandbox(raw, capabilities=self._backend.capabilities),
+            created,
+            strays=state.tries > 1,
+        )
+        if self._keepalive is None and type(raw).touch is not RawSandbox.touch:
+            self._keepalive = asyncio.create_task(self._touch_all(), name="sandbox keepalive")
+        return live
+
+    async def _try_until_made(self, spec: SandboxSpec, state: _Try) -> RawSandbox:
+        while True:
+            await self._throttle.acquire()
+            state.tries += 1
+            started = self._clock()
+            state.call = asyncio.create_task(self._backend.create(spec))
+            state.call.add_done_callback(lambda _: self._throttle.release())
+            try:
+                raw = await asyncio.shield(state.call)
+            except Exception as error:
+                state.call = None
+                if state.tries > self._retries or not self._backend.retryable(error):
+                    self._counts["failures"] += 1
+                    raise _create_failed(error, state.tries) from error
+                logger.info("creating a sandbox failed (try %d): %s", state.tries, error)
+                pause = self._backoff(state.tries, error)
+            else:
+                self._counts["creates"] += 1
+                self._seconds["create"] += self._clock() - started
+                return raw
+            self._counts["retries"] += 1
+            await self._sleep(pause)
+
+    def _backoff(self, tries: int, error: Exception | None) -> float:
+        """Return the seconds before the next try: doubling, jittered, at least what the provider asks."""
+        longest = min(self._times.backoff_first * 2.0 ** (tries - 1), self._times.backoff_most)
+        asked = getattr(error, "retry_after", None)
+        return max(self._rng.uniform(longest / 2, longest), float(asked or 0.0))
+
+    def _spawn_maker(self, making: Coroutine[Any, Any, _Live]) -> asyncio.Task[_Live]:
+        maker = asyncio.create_task(making)
+        self._makers.add(maker)
+        maker.add_done_callback(self._makers.discard)
+        return maker
+
+    def _abandon(self, maker: asyncio.Task[_Live]) -> None:
+        """Nobody waits for this one any more: stop it, and delete what it has made or is making."""
+        if not maker.done():
+            maker.cancel()
+        elif not maker.cancelled() and maker.exception() is None:
+            self._chore(self._retire(maker.result()))
+
+    def _situation(self) -> str:
+        counts = self._counts
+        return (
+            f"being made: {len(self._makers)}, alive: {len(self._live)}, "
+            f"made so far: {counts['creates']}, tried again: {counts['retries']}"
+        )
+
+    # created ahead
+
+    def _take_warm(self, spec: SandboxSpec) -> _Live | None:
+        queue = self._warm.get(_key(spec))
+        return queue.popleft() if queue else None
+
+    async def _warm_up(self, spec: SandboxSpec) -> None:
+        lifetime = spec.lifetime_seconds
+        longer = dataclasses.replace(
+            spec, lifetime_seconds=None if lifetime is None else lifetime + self._times.warm
+        )
+        maker = self._spawn_maker(self._make(longer, "", ""))
+        try:
+            live = await maker
+        except RollhookError as error:
+            logger.warning("a sandbox could not be created ahead: %s", error)
+            return
+        except asyncio.CancelledError:
+            self._abandon(maker)
+            if _being_cancelled():
+                raise
+            return
+        finally:
+            self._warming -= 1
+        if self._closing:
+            await self._retire(live)
+        else:
+            self._warm.setdefault(_key(spec), deque()).append(live)
+
+    # keeping alive
+
+    async def _touch_all(self) -> None:
+        while True:
+            await self._sleep(self._times.keepalive)
+            alive = [*self._live.values(), *itertools.chain(*self._warm.values())]
+            await asyncio.gather(*(self._touch(live) for live in alive))
+
+    async def _touch(self, live: _Live) -> None:
+        try:
+            async with asyncio.timeout(self._times.keepalive):
+                await live.raw.touch()
+        except Exception as error:  # noqa: BLE001 - a dead one is found out by its episode
+            logger.info("sandbox %s could not be kept alive: %s", live.raw.id, error)
+
+    # deleting
+
+    async def _clear(self, state: _Try) -> None:
+        """Delete whatever an unfinished create left or still brings."""
+        raw = None
+        if state.call is not None:
+            try:
+                async with asyncio.timeout(self._times.abandoned_create):
+                    raw = await state.call
+            except Exception as error:  # noqa: BLE001 - nobody waits for it; what it left is swept
+                logger.info("an abandoned create failed: %s", error)
+        strays = state.tries > 1 or (state.tries == 1 and raw is None)
+        await self._delete(state.lease, raw.id if raw else None, strays)
+
+    async def _retire(self, live: _Live, tried: asyncio.Event | None = None) -> None:
+        try:
+            try:
+                async with asyncio.timeout(self._times.delete):
+                    await live.sandbox.close()
+            except Exception as error:  # noqa: BLE001 - it is deleted all the same
+                logger.info("sandbox %s did not close: %s", live.raw.id, error)
+            await self._delete(live.lease, live.raw.id, live.strays, tried)
+            self._seconds["alive"] += self._clock() - live.created
+        finally:
+            if tried is not None:
+                tried.set()
+
+    async def _delete(
+        self, lease: Lease, sandbox_id: str | None, strays: bool, tried: asyncio.Event | None = None
+    ) -> None:
+        """Delete a lease's sandbox, and others under its nonce if there may be any, within a deadline."""
+        deadline = self._clock() + self._times.delete
+        for tries in itertools.count(1):
+            try:
+                async with asyncio.timeout(self._times.delete):
+                    await self._delete_once(lease, sandbox_id, strays)
+                self._note("lease_released", nonce=lease.nonce, sandbox_id=sandbox_id)
+                return
+            except Exception as error:  # noqa: BLE001 - retried, then reported
+                if tried is not None:
+                    tried.set()
+                if self._clock() >= deadline:
+                    self._give_up(lease, sandbox_id, error)
+                    return
+                self._counts["delete_retries"] += 1
+                await self._sleep(self._backoff(tries, error))
+
+    async def _delete_once(self, lease: Lease, sandbox_id: str | None, strays: bool) -> None:
+        if sandbox_id is not None:
+            await self._backend.delete(sandbox_id)
+            self._counts["deletes"] += 1
+        if strays:
+            for info in await self._backend.list({PREFIX + "nonce": lease.nonce}):
+                if info.id != sandbox_id:
+                    logger.info("deleting sandbox %s, left by a failed create", info.id)
+                    await self._backend.delete(info.id)
+
+    def _give_up(self, lease: Lease, sandbox_id: str | None, error: Exception) -> None:
+        self._counts["leaked"] += 1
+        logger.error(
+            "sandbox %s of run %s could not be deleted for %g s (%s: %s); it may still cost money; "
+            "`rollhook sandboxes reap %s` deletes it once the run has ended",
+            sandbox_id or f"with nonce {lease.nonce}",
+            lease.run_id,
+            self._times.delete,
+            type(error).__name__,
+            error,
+            lease.run_id,
+        )
+        self._note("lease_lost", nonce=lease.nonce, sandbox_id=sandbox_id, error=str(error)[:500])
+
+    def _note(self, event: str, **data: Any) -> None:
+        try:
+            self._journal.append(event, **data)
+        except RollhookError as error:
+            logger.warning("%s of %s is not in the journal: %s", event, data.get("sandbox_id"), error)
+
+    def _chore(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._chores.add(task)
+        task.add_done_callback(self._chore_done)
+
+    def _chore_done(self, task: asyncio.Task[None]) -> None:
+        self._chores.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("a chore of the sandbox pool failed", exc_info=error)
+
+
+def _create_failed(error: Exception, tries: int) -> Exception:
+    if tries == 1 and isinstance(error, RollhookError):
+        return error
+    kind = error.kind if isinstance(error, RollhookError) else None
+    return SandboxError(f"no sandbox after {tries} tries: {type(error).__name__}: {error}", kind=kind)
+
+
+def _being_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _key(spec: SandboxSpec) -> bytes:
+    return to_json({**dataclasses.asdict(spec), "labels": None})
+
+
+def _sandbox_class() -> Callable[..., Sandbox]:
+    from rollhook.sandbox.sandbox import Sandbox
+
+    return Sandbox
