@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+from rollhook.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -22,8 +25,8 @@ class Problem:
     scope: Literal["composition", "site"] = "composition"
 
     def __str__(self) -> str:
-        where = f"{self.source}: {self.key}" if self.source else self.key
-        lines = [f"{where}: {self.message}"]
+        where = ": ".join(part for part in (self.source, self.key) if part)
+        lines = [f"{where}: {self.message}" if where else self.message]
         if self.allowed:
             lines.append(f"  {self.allowed}")
         if self.nearest:
@@ -31,3 +34,11 @@ class Problem:
         if self.hint:
             lines.append(f"  {self.hint}")
         return "\n".join(lines)
+
+
+class RecipeError(UsageError):
+    """A recipe that cannot be used; `problems` holds all that is wrong with it."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        super().__init__("\n".join(str(problem) for problem in problems))
+        self.problems = tuple(problems)

@@ -1,0 +1,93 @@
+"""Which plugins are installed, from metadata alone: nothing here imports a plugin."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib import resources
+from importlib.metadata import entry_points
+from pathlib import Path
+
+GROUP = "rollhook"
+
+#: kind -> how its components are called when there are several
+KINDS = {
+    "sandbox": "sandboxes",
+    "environment": "environments",
+    "agent": "agents",
+    "router": "router policies",
+    "engine": "engines",
+    "trainer": "trainers",
+    "launcher": "launchers",
+    "tracker": "trackers",
+    "pack": "packs",
+    "plugin": "observer plugins",
+    "command": "commands",
+}
+
+
+@dataclass(frozen=True)
+class EntryInfo:
+    """One entry point of a plugin. `requires` are the distribution's requirements, as its metadata says."""
+
+    kind: str
+    name: str
+    module: str
+    distribution: str
+    version: str
+    requires: tuple[str, ...] = ()
+
+    @property
+    def full_name(self) -> str:
+        """The entry point's name."""
+        return f"{self.kind}.{self.name}"
+
+
+def installed() -> list[EntryInfo]:
+    """Return every entry point of the group `rollhook`, sorted by name, duplicates included."""
+    found = []
+    for point in entry_points(group=GROUP):
+        kind, _, name = point.name.partition(".")
+        dist = point.dist
+        found.append(
+            EntryInfo(
+                kind,
+                name,
+                point.value,
+                dist.name if dist else "",
+                dist.version if dist else "",
+                tuple(dist.requires or ()) if dist else (),
+            )
+        )
+    return sorted(found, key=lambda entry: (entry.full_name, entry.distribution))
+
+
+def claimed_twice(entries: Iterable[EntryInfo]) -> dict[tuple[str, str], list[EntryInfo]]:
+    """Return the names that more than one distribution claims."""
+    by_name: dict[tuple[str, str], list[EntryInfo]] = {}
+    for entry in entries:
+        by_name.setdefault((entry.kind, entry.name), []).append(entry)
+    return {key: found for key, found in by_name.items() if len(found) > 1}
+
+
+def known_plugins() -> Mapping[str, Mapping[str, str]]:
+    """Return the plugins that this version knows of: kind -> name -> distribution."""
+    text = resources.files("rollhook").joinpath("known_plugins.toml").read_text("utf-8")
+    return tomllib.loads(text)
+
+
+def pip_command(distribution: str) -> str:
+    """Return the command that installs a known distribution: from the checkout when core runs in one."""
+    root = Path(__file__).resolve().parents[3]
+    short = distribution.removeprefix("rollhook-")
+    for folder in ("plugins", "envs"):
+        if (root / folder / short / "pyproject.toml").is_file() and (root / "core").is_dir():
+            return f"pip install -e {root / folder / short}"
+    return f"pip install {distribution}"
+
+
+def nearest(word: str, choices: Iterable[str]) -> str:
+    """Return the choice that `word` most likely means, or an empty string."""
+    return next(iter(difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)), "")
