@@ -72,8 +72,8 @@ def _finish(work: Coroutine[None, None, RunResult], display: Display, as_json: b
     if as_json:
         import orjson
 
-        typer.echo(orjson.dumps({"run_id": result.run_id, "status": result.status, "checkpoint": result.checkpoint,
-                                 "metrics": result.metrics}).decode())  # fmt: skip
+        shown = {name: getattr(result, name) for name in ("run_id", "status", "checkpoint", "metrics")}
+        typer.echo(orjson.dumps(shown).decode())
     raise typer.Exit(EXIT[result.status])
 
 

@@ -198,9 +198,8 @@ class Driver:
             metrics["time/step"] = time.monotonic() - began
             self._row(done, metrics)
             self.display.step(done, recipe.steps, metrics, every=max(1, recipe.steps // 20))
-            if rollouts is not None and recipe.evaluation.every:
-                if done % recipe.evaluation.every == 0 or done == recipe.steps:
-                    await self._evaluate(rollouts, done)
+            if rollouts is not None and self._evaluates(done):
+                await self._evaluate(rollouts, done)
 
     async def _train(
         self, trainer: Remote, groups: Sequence[Sequence[Sample]], step: int, own_data: bool
@@ -301,6 +300,10 @@ class Driver:
 
     def _due(self, done: int) -> bool:
         return done % self.recipe.checkpoint.every == 0 or done == self.recipe.steps or self.drain.is_set()
+
+    def _evaluates(self, done: int) -> bool:
+        every = self.recipe.evaluation.every
+        return bool(every) and (done % every == 0 or done == self.recipe.steps)
 
     def _trainer_use(self) -> Any:
         if self.recipe.trainer is None:

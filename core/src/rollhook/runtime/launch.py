@@ -67,10 +67,9 @@ async def run_recipe(
 
     stop = Stop(display)
     with stop.watching():
-        root = Path(loaded.recipe.storage.root).expanduser()
-        scratch = root.resolve() / ".cluster"
+        root = storage_root(loaded)
         display.say("Starting Ray on this machine ...")
-        cluster = await Cluster.start(scratch)
+        cluster = await Cluster.start(root / ".cluster")
         try:
             results = await _run_needs(loaded.recipe.needs, root, cluster, display, stop)
             if stop.drain.is_set():
@@ -80,6 +79,11 @@ async def run_recipe(
             return await _run(loaded, cluster, display, stop, run_id)
         finally:
             await asyncio.shield(cluster.stop())
+
+
+def storage_root(loaded: Loaded) -> Path:
+    """Return the directory of the recipe's runs."""
+    return Path(loaded.recipe.storage.root).expanduser().resolve()
 
 
 async def drive_run(run: RunDir, loaded: Loaded, display: Display) -> RunResult:
@@ -125,7 +129,7 @@ async def _run(
 ) -> RunResult:
     from rollhook.rundir import RunDir
 
-    run = RunDir.create(Path(loaded.recipe.storage.root), loaded.recipe.name, run_id=run_id)
+    run = RunDir.create(storage_root(loaded), loaded.recipe.name, run_id=run_id)
     run.recipe_path.write_text(loaded.text)
     write_lock(run.lock_path, loaded, _plugins(loaded))
     return await _drive(loaded, run, cluster, display, stop)

@@ -79,11 +79,11 @@ async def verify_apart(verify: Callable[[], Awaitable[Verdict]], seconds: float)
     try:
         async with asyncio.timeout(seconds):
             return await answer
-    except TimeoutError:
+    except (TimeoutError, asyncio.CancelledError) as error:
+        _interrupt(thread)
+        if isinstance(error, asyncio.CancelledError):
+            raise
         raise VerifierError(f"the verifier took longer than {seconds:g} s") from None
-    finally:
-        if thread.is_alive() and not answer.done():
-            _interrupt(thread)
 
 
 async def _awaited(verify: Callable[[], Awaitable[Verdict]]) -> Verdict:
@@ -92,5 +92,5 @@ async def _awaited(verify: Callable[[], Awaitable[Verdict]]) -> Verdict:
 
 def _interrupt(thread: threading.Thread) -> None:
     """Ask a thread that runs Python code in a loop to end; one blocked in C ends when it returns."""
-    if thread.ident is not None:
+    if thread.ident is not None and thread.is_alive():
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))

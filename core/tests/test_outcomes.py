@@ -1,0 +1,54 @@
+"""From an ending and a verdict to an outcome."""
+
+import math
+
+import pytest
+
+from rollhook.environment import Verdict
+from rollhook.outcomes import action, combine, unverified, verified
+from rollhook.recipe.schema import Outcomes
+from rollhook.records import Outcome
+
+
+@pytest.mark.parametrize("kind", ["infra_error", "cancelled"])
+def test_an_infrastructure_failure_never_trains(kind):
+    """Invariant 1."""
+    with pytest.raises(ValueError, match="never carries a reward"):
+        Outcome(kind, reward=0.0)
+    assert not Outcome(kind).trains
+
+
+@pytest.mark.parametrize("reward", [None, math.nan, math.inf, True, False])
+def test_a_reward_that_is_missing_or_not_a_number_is_an_infra_error(reward):
+    outcome = verified(Verdict(reward, detail={"reason": "reward.txt is empty"} if reward is None else {}))
+    assert outcome.kind == "infra_error"
+    assert outcome.boundary == "verifier"
+    assert outcome.reward is None
+
+
+def test_zero_is_a_reward():
+    assert verified(Verdict(0.0)) == Outcome("scored", 0.0)
+
+
+@pytest.mark.parametrize("ended", ["agent_timeout", "length", "max_turns"])
+@pytest.mark.parametrize(("policy", "reward"), [("zero", 0.0), ("drop", None)])
+def test_policies_of_episodes_that_are_not_verified(ended, policy, reward):
+    settings = Outcomes(timeout=policy, truncated=policy)
+    act = action(ended, settings)
+    outcome = unverified(ended, act)
+    assert act == policy
+    assert outcome.kind == ("timeout" if ended == "agent_timeout" else "truncated")
+    assert outcome.reward == reward
+
+
+@pytest.mark.parametrize("ended", ["done", "agent_timeout", "length", "max_turns"])
+def test_the_default_is_to_verify(ended):
+    assert action(ended, Outcomes()) == "verify"
+
+
+def test_phases_combine():
+    one, two = Verdict(1.0, {"a": 1.0}), Verdict(0.0, {"b": 0.0})
+    assert combine([one, two], "final") == two
+    assert combine([one, two], "mean").reward == 0.5
+    assert combine([one, Verdict(None), two], "mean").reward is None
+    assert combine([], "final").reward is None
