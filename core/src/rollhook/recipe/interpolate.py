@@ -40,8 +40,13 @@ class Resolved:
     raw: dict[paths.Path, str] = field(default_factory=dict)
 
 
-def resolve(data: dict[str, Any], needs_results: Mapping[str, Mapping[str, Any]]) -> Resolved:
-    """Replace every `${...}`; what fails is a problem with its key path, and the others go on."""
+def resolve(
+    data: dict[str, Any], needs_results: Mapping[str, Mapping[str, Any]], defaults: Mapping[str, Any]
+) -> Resolved:
+    """Replace every `${...}`; what fails is a problem with its key path, and the others go on.
+
+    `${key}` of a key that the recipe leaves out is looked up in `defaults`.
+    """
     result = Resolved(copy.deepcopy(data))
     readable = copy.deepcopy(data)
     pending: list[tuple[paths.Path, str]] = []
@@ -58,7 +63,7 @@ def resolve(data: dict[str, Any], needs_results: Mapping[str, Mapping[str, Any]]
     if not pending:
         return result
     readable["needs"] = _needs(data.get("needs"), needs_results)
-    config = OmegaConf.create(readable)
+    config = OmegaConf.create(_over(defaults, readable))
     for path, value in pending:
         try:
             found = _value(config, path, value)
@@ -82,6 +87,11 @@ def _value(config: Any, path: paths.Path, text: str) -> Any:
             parent = parent[part]
         found = parent[path[-1]]
     return OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
+
+
+def _over(defaults: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
+    both = {key for key in data if isinstance(data[key], dict) and isinstance(defaults.get(key), dict)}
+    return {**defaults, **data, **{key: _over(defaults[key], data[key]) for key in both}}
 
 
 def _needs(aliases: Any, results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

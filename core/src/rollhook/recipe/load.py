@@ -144,7 +144,7 @@ def _finish(
     sources: Sources, problems: list[Problem], needs_results: Mapping[str, Mapping[str, Any]]
 ) -> Loaded:
     tree = sources.tree
-    resolved = resolve(tree.data, needs_results)
+    resolved = resolve(tree.data, needs_results, Recipe(name="defaults").model_dump(mode="json"))
     recipe = None
     found = list(resolved.problems)
     if tree.data:

@@ -112,7 +112,7 @@ def read_lock(document: Mapping[str, Any], name: str, overrides: Sequence[str]) 
     unresolved: set[paths.Path] = set()
     for key in document.get("unresolved") or ():
         path = paths.parse(key)
-        single = resolve({"value": paths.get(data, path)}, {})
+        single = resolve({"value": paths.get(data, path)}, {}, {})
         problems += [Problem(key, p.message, name, hint=p.hint, scope=p.scope) for p in single.problems]
         paths.replace(data, path, single.data["value"])
         unresolved |= {path} if single.problems else set()
