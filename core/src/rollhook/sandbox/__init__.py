@@ -7,9 +7,11 @@ from rollhook.sandbox.backend import (
     SandboxInfo,
     SandboxSpec,
 )
-from rollhook.sandbox.sandbox import ExecResult, Sandbox
+from rollhook.sandbox.sandbox import Census, ExecResult, Sandbox, Spawned
+from rollhook.sandbox.transfer import TransferReport
 
 __all__ = [
+    "Census",
     "ExecResult",
     "RawProcess",
     "RawSandbox",
@@ -17,4 +19,6 @@ __all__ = [
     "SandboxBackend",
     "SandboxInfo",
     "SandboxSpec",
+    "Spawned",
+    "TransferReport",
 ]

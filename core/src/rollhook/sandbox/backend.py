@@ -78,6 +78,8 @@ class RawSandbox(ABC):
     """One live sandbox, as its backend made it."""
 
     id: str
+    #: what it was made from
+    spec: SandboxSpec = SandboxSpec()
     #: pids of the backend's own processes as seen inside: never killed by quiesce, never in a census
     own_pids: frozenset[int] = frozenset({1})
 
@@ -91,9 +93,12 @@ class RawSandbox(ABC):
         user: str | None = None,
         stdin: bool = False,
     ) -> RawProcess:
-        """Start `argv` without a shell. Raises SandboxDead, or SandboxError if it cannot be started.
+        """Start `argv` without a shell, in a session of its own.
 
-        `env` adds to the sandbox's own. Without `stdin` the process reads from /dev/null.
+        `env` adds to the sandbox's own. Without `stdin` the process reads from /dev/null. A program that
+        is not there ends with exit code 127, one that cannot be executed (or whose `cwd` is gone) with 126
+        and the reason on stderr, as under a shell. Raises SandboxDead; SandboxError(kind="user") for an
+        unknown `user`.
         """
 
     @abstractmethod
@@ -114,6 +119,22 @@ class RawSandbox(ABC):
 
     async def touch(self) -> None:
         """Tell the provider that the sandbox is in use; nothing to do for most."""
+
+    async def kill_tree(self, mark: str) -> Sequence[tuple[int, str]] | None:
+        """Kill processes until none is left and return them as (pid inside, command).
+
+        Those whose environment holds `mark` in `ROLLHOOK_EXEC` and all that descend from them; with ""
+        every process but `own_pids`. Raises SandboxDead. None (the default): there is no shortcut, and
+        the core does it with a script.
+        """
+        return None
+
+    async def remove(self, paths: Sequence[str]) -> Sequence[bool] | None:
+        """Remove absolute paths with all below them, following no link; return which existed.
+
+        None (the default): there is no shortcut, and the core does it with a script.
+        """
+        return None
 
 
 class SandboxBackend(ABC):

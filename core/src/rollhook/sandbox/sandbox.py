@@ -1,0 +1,535 @@
+"""The sandbox that callers see: what commands, timeouts, kills and file transfers mean on every backend."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import posixpath
+import secrets
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from rollhook.errors import RollhookError, SandboxDead, SandboxError
+from rollhook.sandbox import scripts, transfer
+from rollhook.sandbox.backend import RawProcess, RawSandbox, SandboxSpec
+from rollhook.sandbox.output import Capture
+from rollhook.sandbox.transfer import TransferReport
+
+MAX_OUTPUT = 1 << 20
+MAX_READ = 100 << 20
+MAX_TRANSFER = 4 << 30
+
+_KILL_SECONDS = 15.0
+_DRAIN_QUIET = 0.1
+_DRAIN_MOST = 2.0
+_STDIN_CHUNK = 1 << 18
+_RESENDS = 2
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ExecResult:
+    """How a command ended; `exit_code` is None when it was killed for its timeout, 128 + n after signal n.
+
+    `stdout` and `stderr` hold at most the `max_output` that was asked for, each: the first half and the
+    last half of what was written when it was more (then `truncated`). `stdout_bytes` and `stderr_bytes`
+    count everything. `duration` is in seconds.
+    """
+
+    stdout: bytes
+    stderr: bytes
+    exit_code: int | None
+    timed_out: bool = False
+    truncated: bool = False
+    duration: float = 0.0
+    stdout_bytes: int = 0
+    stderr_bytes: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """Whether the command ended by itself with exit code 0."""
+        return self.exit_code == 0
+
+    @property
+    def text(self) -> str:
+        """stdout as text; bytes that are not UTF-8 become U+FFFD."""
+        return self.stdout.decode("utf-8", "replace")
+
+    @property
+    def error_text(self) -> str:
+        """stderr as text; bytes that are not UTF-8 become U+FFFD."""
+        return self.stderr.decode("utf-8", "replace")
+
+
+@dataclass(frozen=True)
+class Census:
+    """What was still running when a sandbox was made quiet, all of it killed: (pid inside, command)."""
+
+    killed: Sequence[tuple[int, str]] = field(default_factory=tuple)
+
+
+class Spawned:
+    """A command that runs beside the caller, with its streams; ends at the latest with its sandbox."""
+
+    def __init__(self, process: RawProcess, kill: Callable[[], Awaitable[None]]) -> None:
+        self._process = process
+        self._kill = kill
+
+    def stdout(self) -> AsyncIterator[bytes]:
+        """Yield chunks until end of file; called once."""
+        return self._process.stdout()
+
+    def stderr(self) -> AsyncIterator[bytes]:
+        """Yield chunks until end of file; called once."""
+        return self._process.stderr()
+
+    async def write_stdin(self, data: bytes) -> None:
+        """Write and drain; BrokenPipeError once nobody reads."""
+        await self._process.write_stdin(data)
+
+    async def close_stdin(self) -> None:
+        """Signal end of file."""
+        await self._process.close_stdin()
+
+    async def wait(self) -> int:
+        """Return the exit code of the command itself (128 + n for signal n)."""
+        return await self._process.wait()
+
+    async def kill(self) -> None:
+        """Kill the command and everything that it started."""
+        await self._kill()
+
+    async def aclose(self) -> None:
+        """Drop the handle; the command goes on."""
+        await self._process.aclose()
+
+
+class Sandbox:
+    """One live sandbox. Methods may be called concurrently; after `close` they raise SandboxDead.
+
+    Paths are those of the sandbox; relative ones start at the working directory of its spec. A sandbox that
+    is gone raises SandboxDead from every method but `alive`, `quiesce` and `close`; a command that fails is
+    an ordinary result.
+    """
+
+    def __init__(
+        self,
+        raw: RawSandbox,
+        *,
+        capabilities: frozenset[str],
+        delete: Callable[[str], Awaitable[None]] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.id = raw.id
+        self.spec: SandboxSpec = raw.spec
+        self.capabilities = capabilities
+        self._raw = raw
+        self._delete = delete
+        self._clock = clock
+        self._mark = secrets.token_hex(8)
+        self._numbers = itertools.count(1)
+        self._kills: set[asyncio.Task[Census]] = set()
+        self._closing: asyncio.Task[None] | None = None
+
+    # commands
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        timeout: float | None = None,
+        stdin: bytes | None = None,
+        repeatable: bool = False,
+        max_output: int = MAX_OUTPUT,
+    ) -> ExecResult:
+        """Run `argv` (no shell takes part) and return how it ended.
+
+        Returns when the command itself ends; what it left in the background lives on. After `timeout`
+        seconds it and all that it started are killed and the output so far is returned with `timed_out`. A
+        cancelled call kills the same. A program that does not exist or may not be executed is a result with
+        exit code 127 or 126. The command is sent once; only with `repeatable` again when the backend failed
+        in a way that it calls retryable. Raises SandboxDead when the sandbox is gone, before or during.
+        """
+        for resend in itertools.count():
+            try:
+                return await self._exec_once(argv, cwd, env, user, timeout, stdin, max_output)
+            except SandboxDead:
+                raise
+            except SandboxError as error:
+                if not repeatable or error.kind != "retryable" or resend >= _RESENDS:
+                    raise
+                logger.info("sandbox %s: sending a repeatable command again: %s", self.id, error)
+        raise AssertionError("unreachable")
+
+    async def shell(
+        self,
+        text: str,
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        timeout: float | None = None,
+        stdin: bytes | None = None,
+        repeatable: bool = False,
+        max_output: int = MAX_OUTPUT,
+    ) -> ExecResult:
+        """Run `text` with /bin/sh; otherwise as `exec`."""
+        return await self.exec(
+            ["/bin/sh", "-c", text],
+            cwd=cwd,
+            env=env,
+            user=user,
+            timeout=timeout,
+            stdin=stdin,
+            repeatable=repeatable,
+            max_output=max_output,
+        )
+
+    async def spawn(
+        self,
+        argv: Sequence[str],
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        stdin: bool = False,
+    ) -> Spawned:
+        """Start `argv` and return at once."""
+        process, mark = await self._start(argv, cwd, env, user, stdin)
+
+        async def kill() -> None:
+            await self._kill(mark)
+
+        return Spawned(process, kill)
+
+    async def _start(
+        self,
+        argv: Sequence[str],
+        cwd: str | None,
+        env: Mapping[str, str] | None,
+        user: str | None,
+        stdin: bool,
+    ) -> tuple[RawProcess, str]:
+        self._check_open()
+        if not argv or any("\0" in part for part in argv):
+            raise SandboxError("a command needs at least one word, and none with a NUL byte", kind="user")
+        mark = f"{self._mark}.{next(self._numbers)}."
+        cwd = self._absolute(cwd) if cwd is not None else None
+        marked = {**(env or {}), scripts.MARK: mark}
+        return await self._raw.start(list(argv), cwd=cwd, env=marked, user=user, stdin=stdin), mark
+
+    async def _exec_once(
+        self,
+        argv: Sequence[str],
+        cwd: str | None,
+        env: Mapping[str, str] | None,
+        user: str | None,
+        timeout: float | None,
+        stdin: bytes | None,
+        max_output: int,
+    ) -> ExecResult:
+        started = self._clock()
+        process, mark = await self._start(argv, cwd, env, user, stdin is not None)
+        out, err = Capture(max_output), Capture(max_output)
+        pumps = [
+            asyncio.create_task(_pump(process.stdout(), out)),
+            asyncio.create_task(_pump(process.stderr(), err)),
+        ]
+        feeder = asyncio.create_task(_feed(process, stdin)) if stdin is not None else None
+        code: int | None = None
+        try:
+            try:
+                async with asyncio.timeout(timeout):
+                    code = await process.wait()
+            except TimeoutError:
+                await self._kill(mark)
+            await _drain(pumps, out, err)
+        except BaseException:
+            if code is None:
+                await self._kill_in_background(mark)
+            raise
+        finally:
+            await _stop([*pumps, *([feeder] if feeder else [])])
+            await process.aclose()
+        if code is not None and code >= 128 and not await self._raw.alive():
+            raise SandboxDead(f"sandbox {self.id} ended while a command ran in it")
+        return ExecResult(
+            stdout=out.value(),
+            stderr=err.value(),
+            exit_code=code,
+            timed_out=code is None,
+            truncated=out.truncated or err.truncated,
+            duration=self._clock() - started,
+            stdout_bytes=out.total,
+            stderr_bytes=err.total,
+        )
+
+    async def _kill_in_background(self, mark: str) -> None:
+        """Kill while being cancelled: a second cancellation leaves the kill running."""
+        task = asyncio.create_task(self._kill(mark))
+        self._kills.add(task)
+        task.add_done_callback(self._kill_done)
+        await asyncio.wait({task}, timeout=_KILL_SECONDS)
+
+    def _kill_done(self, task: asyncio.Task[Census]) -> None:
+        self._kills.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.warning("sandbox %s: a cancelled command was not killed: %s", self.id, error)
+
+    async def _kill(self, mark: str) -> Census:
+        """Kill what carries `mark` ("" for everything) and what descends from it, until none is left."""
+        try:
+            async with asyncio.timeout(_KILL_SECONDS):
+                killed = await self._raw.kill_tree(mark)
+                if killed is None:
+                    killed = await self._kill_by_script(mark)
+        except TimeoutError:
+            raise SandboxError(
+                f"sandbox {self.id}: processes were still there {_KILL_SECONDS:g} s after being killed"
+            ) from None
+        return Census(tuple(killed))
+
+    async def _kill_by_script(self, mark: str) -> list[tuple[int, str]]:
+        process = await self._raw.start(scripts.kill_argv(mark, self._raw.own_pids))
+        try:
+            out, err = Capture(MAX_OUTPUT), Capture(4096)
+            await asyncio.gather(_pump(process.stdout(), out), _pump(process.stderr(), err))
+            code = await process.wait()
+        finally:
+            await process.aclose()
+        killed, left = scripts.parse_killed(out.value())
+        if left == 0:
+            return killed
+        if not await self._raw.alive():
+            raise SandboxDead(f"sandbox {self.id} is gone")
+        raise SandboxError(
+            f"sandbox {self.id}: could not end its processes (exit code {code}, {left} left): "
+            f"{err.value().decode('utf-8', 'replace').strip()}"
+        )
+
+    # files
+
+    async def read(self, path: str, *, limit: int = MAX_READ) -> bytes:
+        """Return a regular file's bytes, following links inside the sandbox only.
+
+        Raises FileNotFoundError, IsADirectoryError, PermissionError; SandboxError(kind="user") when the
+        file holds more than `limit` bytes or is not a regular one.
+        """
+        self._check_open()
+        return await self._raw.read(self._absolute(path), limit=limit)
+
+    async def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
+        """Write a file, making its parents; what was there, a link included, is replaced.
+
+        Raises IsADirectoryError, PermissionError.
+        """
+        self._check_open()
+        await self._raw.write(self._absolute(path), data, mode=mode)
+
+    async def upload_dir(self, local: Path | str, remote: str) -> TransferReport:
+        """Copy what is in `local` into the directory `remote`, which is made: modes and links are kept.
+
+        Links are copied as links, never followed; devices, FIFOs and sockets are skipped and reported.
+        Raises FileNotFoundError or NotADirectoryError for `local`.
+        """
+        self._check_open()
+        remote = self._absolute(remote)
+        plan, report = await asyncio.to_thread(transfer.plan_upload, Path(local))
+        if plan.simple:
+            for name, source, mode in plan.files:
+                data = await asyncio.to_thread(source.read_bytes)
+                await self._raw.write(posixpath.join(remote, name), data, mode=mode)
+            return report
+        with tempfile.TemporaryFile() as archive:
+            await asyncio.to_thread(transfer.pack, plan, cast(BinaryIO, archive))
+            await self._run_with_archive(transfer.unpack_argv(remote), cast(BinaryIO, archive))
+        return report
+
+    async def download_dir(
+        self, remote: str, local: Path | str, *, limit: int = MAX_TRANSFER
+    ) -> TransferReport:
+        """Copy what is in the directory `remote` into `local`, never writing outside it.
+
+        What would leave `local` (names with "..", absolute names, links that point out) and what is no
+        file, directory or link is skipped and reported; the rest arrives. Raises FileNotFoundError or
+        NotADirectoryError for `remote`, SandboxError(kind="user") past `limit` bytes.
+        """
+        self._check_open()
+        remote = self._absolute(remote)
+        with tempfile.TemporaryFile() as archive:
+            stream = cast(BinaryIO, archive)
+            warnings = await self._archive_of(remote, stream, limit)
+            return await asyncio.to_thread(transfer.unpack, stream, Path(local), limit, warnings)
+
+    async def remove(self, paths: Sequence[str]) -> list[str]:
+        """Remove files and whole directories, links not followed; return those that existed."""
+        self._check_open()
+        if not paths:
+            return []
+        absolute = [self._absolute(path) for path in paths]
+        existed = await self._raw.remove(absolute)
+        if existed is None:
+            result = await self.exec(scripts.remove_argv(absolute), timeout=120.0)
+            answers = result.text.split()
+            if not result.ok or len(answers) != len(paths):
+                raise SandboxError(
+                    f"sandbox {self.id}: could not remove {', '.join(paths)}: {result.error_text}"
+                )
+            existed = [answer == "1" for answer in answers]
+        return [path for path, there in zip(paths, existed, strict=True) if there]
+
+    async def _run_with_archive(self, argv: Sequence[str], archive: BinaryIO) -> None:
+        process, mark = await self._start(argv, "/", None, None, True)
+        err = Capture(4096)
+        out = Capture(0)
+        pumps = [
+            asyncio.create_task(_pump(process.stdout(), out)),
+            asyncio.create_task(_pump(process.stderr(), err)),
+        ]
+        code: int | None = None
+        try:
+            archive.seek(0)
+            try:
+                while chunk := archive.read(_STDIN_CHUNK):
+                    await process.write_stdin(chunk)
+                await process.close_stdin()
+            except BrokenPipeError:
+                pass  # the exit code and stderr say why
+            code = await process.wait()
+            await _drain(pumps, out, err)
+        except BaseException:
+            if code is None:
+                await self._kill_in_background(mark)
+            raise
+        finally:
+            await _stop(pumps)
+            await process.aclose()
+        if code != 0:
+            raise SandboxError(
+                f"sandbox {self.id}: unpacking failed with exit code {code}: "
+                f"{err.value().decode('utf-8', 'replace').strip()}"
+            )
+
+    async def _archive_of(self, remote: str, archive: BinaryIO, limit: int) -> str:
+        """Write a tar of `remote` to `archive`; return what tar said on stderr."""
+        process, mark = await self._start(transfer.pack_argv(remote), "/", None, None, False)
+        err = Capture(1 << 18)
+        pump = asyncio.create_task(_pump(process.stderr(), err))
+        code: int | None = None
+        try:
+            received = 0
+            async for chunk in process.stdout():
+                received += len(chunk)
+                if received > limit:
+                    raise SandboxError(
+                        f"sandbox {self.id}: {remote} holds more than the limit of {limit} bytes", kind="user"
+                    )
+                archive.write(chunk)
+            code = await process.wait()
+            await _drain([pump], err)
+        except BaseException:
+            if code is None:
+                await self._kill_in_background(mark)
+            raise
+        finally:
+            await _stop([pump])
+            await process.aclose()
+        said = err.value().decode("utf-8", "surrogateescape")
+        transfer.check_packed(remote, code, said)
+        return said
+
+    # life
+
+    async def touch(self) -> None:
+        """Tell the provider that the sandbox is in use."""
+        self._check_open()
+        await self._raw.touch()
+
+    async def alive(self) -> bool:
+        """Return whether commands can still be run here; False after `close`."""
+        return self._closing is None and await self._raw.alive()
+
+    async def quiesce(self) -> Census:
+        """Kill everything that commands have started, until nothing of it runs; return what was killed.
+
+        In a sandbox that is gone nothing runs: an empty census. Raises SandboxError when something
+        survives.
+        """
+        if self._closing is not None:
+            return Census()
+        everything = "" if "isolation" in self.capabilities else f"{self._mark}."
+        try:
+            return await self._kill(everything)
+        except SandboxDead:
+            return Census()
+
+    async def close(self) -> None:
+        """Delete the sandbox and all that runs in it; safe to call twice and while commands run."""
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        if self._kills:
+            await asyncio.wait(set(self._kills), timeout=_KILL_SECONDS)
+        if self._delete is not None:
+            await self._delete(self.id)
+
+    def _check_open(self) -> None:
+        if self._closing is not None:
+            raise SandboxDead(f"sandbox {self.id} is closed")
+
+    def _absolute(self, path: str) -> str:
+        if not path or "\0" in path:
+            raise SandboxError(f"{path!r} is not a path", kind="user")
+        return posixpath.join(self.spec.workdir, path)
+
+
+async def _pump(chunks: AsyncIterator[bytes], capture: Capture) -> None:
+    async for chunk in chunks:
+        capture.feed(chunk)
+
+
+async def _feed(process: RawProcess, data: bytes) -> None:
+    view = memoryview(data)
+    try:
+        for start in range(0, len(view), _STDIN_CHUNK):
+            await process.write_stdin(bytes(view[start : start + _STDIN_CHUNK]))
+        await process.close_stdin()
+    except BrokenPipeError:
+        pass  # a command need not read what it is given
+
+
+async def _drain(pumps: Sequence[asyncio.Task[None]], *captures: Capture) -> None:
+    """Wait for the end of the streams, but not for children that keep them open."""
+    waited = 0.0
+    while waited < _DRAIN_MOST:
+        before = sum(capture.total for capture in captures)
+        done, pending = await asyncio.wait(pumps, timeout=_DRAIN_QUIET)
+        for task in done:
+            task.result()
+        waited += _DRAIN_QUIET
+        if not pending or sum(capture.total for capture in captures) == before:
+            return
+
+
+async def _stop(tasks: Sequence[asyncio.Task[None]]) -> None:
+    pending = [task for task in tasks if not task.done()]
+    for task in pending:
+        task.cancel()
+    if pending:
+        await asyncio.wait(pending)
+    for task in tasks:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            if not isinstance(error, RollhookError):
+                raise error
+            logger.info("a stream ended early: %s", error)
