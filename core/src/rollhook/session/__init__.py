@@ -1,0 +1,26 @@
+"""Sessions: token-exact conversations with the policy, routed to engine workers."""
+
+from rollhook.session.policy import Clock, Limits, PolicyClient
+from rollhook.session.render import Renderer, RenderError
+from rollhook.session.session import (
+    Session,
+    SessionClosedError,
+    SessionError,
+    SessionExistsError,
+    TurnConflictError,
+)
+from rollhook.session.tree import Leaf
+
+__all__ = [
+    "Clock",
+    "Leaf",
+    "Limits",
+    "PolicyClient",
+    "RenderError",
+    "Renderer",
+    "Session",
+    "SessionClosedError",
+    "SessionError",
+    "SessionExistsError",
+    "TurnConflictError",
+]
