@@ -2,11 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Self
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from rollhook.component import Config
+from rollhook.recipe.refs import ComponentRef
+from rollhook.recipe.schema import Use
+from rollhook_tbench2.pocket.families import FAMILIES
+
+
+class TBench2Config(Config):
+    """Keys of environment tbench2: where the tasks are, how they are split, what the agent is told."""
+
+    tasks_dir: Annotated[
+        str | None, Field(description="directory of task directories (or one task directory)")
+    ] = None
+    pack: Annotated[Use | None, ComponentRef("pack"), Field(description="a generated pack, e.g. pocket")] = (
+        None
+    )
+    splits: Annotated[
+        Mapping[str, str | tuple[str, ...]],
+        Field(description="split name -> task ids, or a file with one id per line; over splits.json"),
+    ] = {}
+    system_prompt: Annotated[
+        str | None,
+        Field(description="what the agent is told; default: as pack.json says, else one command per turn"),
+    ] = None
+    reward_key: Annotated[
+        str, Field(description="key of reward.json that is the reward; a single other key counts too")
+    ] = "reward"
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.tasks_dir is None) == (self.pack is None):
+            raise ValueError("give exactly one of tasks_dir (a directory of tasks) and pack (e.g. pocket)")
+        return self
 
 
 class PocketConfig(Config):
@@ -24,9 +56,14 @@ class PocketConfig(Config):
         Field(ge=0, le=1, description="fraction of wrong demonstrations in the eight noisy families"),
     ] = 0.6
     undemonstrated: Annotated[
-        list[str], Field(description="families that are only ever demonstrated wrongly")
-    ] = []
+        tuple[str, ...], Field(description="families that are only ever demonstrated wrongly")
+    ] = ()
 
-
-class TBench2Config(Config):
-    """Keys of environment tbench2."""
+    @field_validator("undemonstrated")
+    @classmethod
+    def _are_families(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        known = [family.name for family in FAMILIES]
+        for name in names:
+            if name not in known:
+                raise ValueError(f"{name!r} is not a family; families: {', '.join(known)}")
+        return names

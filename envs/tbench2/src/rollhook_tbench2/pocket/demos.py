@@ -9,9 +9,8 @@ from rollhook_tbench2.pocket.stream import Stream
 from rollhook_tbench2.pocket.tasks import PocketTask
 
 SYSTEM_PROMPT = "Answer with one bash command, or TASK_COMPLETE."
-#: what the shell agent sends back after a command, and how much of the output it shows
-OBSERVATION = "exit code {code}\n{output}"
-OUTPUT_CHARS = 60
+#: characters of a command's output that the policy sees
+OUTPUT_LIMIT = 60
 DONE = "TASK_COMPLETE"
 
 
@@ -21,8 +20,12 @@ def command_message(command: str) -> str:
 
 
 def observation_message(code: int, output: str) -> str:
-    """Return the user's turn after a command."""
-    return OBSERVATION.format(code=code, output=output[:OUTPUT_CHARS])
+    """Return the user's turn after a command, in the form of the shell agent without its budget line."""
+    cut = len(output) - OUTPUT_LIMIT
+    if cut > 0:
+        half = OUTPUT_LIMIT // 2
+        output = f"{output[:half]}[{cut} characters cut]{output[-half:]}"
+    return f"exit code {code}\n{output}"
 
 
 def demonstration(task: PocketTask, seed: int, noise: float, undemonstrated: Sequence[str]) -> dict[str, Any]:

@@ -13,12 +13,18 @@ from dataclasses import dataclass, field
 
 from rollhook_tbench2.pocket.stream import Stream
 
+# fmt: off
+#: no word is part of another
 WORDS = (
-    "amber anchor basil beacon birch bridge candle canyon cedar cobalt comet copper "
-    "coral cotton delta ember falcon fern forest garnet ginger glacier harbor hazel "
-    "heron indigo island ivory jasper juniper lagoon lantern lemon linen maple marble "
-    "meadow mosaic nectar olive onyx orchid pebble pepper quartz raven saffron willow"
-).split()
+    "amber", "anchor", "basil", "beacon", "birch", "bridge", "candle", "canyon",
+    "cedar", "cobalt", "comet", "copper", "coral", "cotton", "delta", "ember",
+    "falcon", "fern", "forest", "garnet", "ginger", "glacier", "harbor", "hazel",
+    "heron", "indigo", "island", "ivory", "jasper", "juniper", "lagoon", "lantern",
+    "lemon", "linen", "maple", "marble", "meadow", "mosaic", "nectar", "olive",
+    "onyx", "orchid", "pebble", "pepper", "quartz", "raven", "saffron", "willow",
+)
+# fmt: on
+#: file name extensions
 EXTENSIONS = ("txt", "log", "cfg")
 
 Args = tuple[str, ...]

@@ -14,6 +14,7 @@ import orjson
 from rollhook.pack import Pack
 from rollhook_tbench2.config import PocketConfig
 from rollhook_tbench2.pocket.demos import SYSTEM_PROMPT, demonstration
+from rollhook_tbench2.pocket.families import FAMILIES
 from rollhook_tbench2.pocket.tasks import PocketTask, draw_tasks, task_files
 
 
@@ -51,7 +52,11 @@ class PocketPack(Pack):
             "pack": "pocket",
             "system_prompt": SYSTEM_PROMPT,
             "config": config.model_dump(mode="json"),
-            "demonstrations": {"rows": len(rows), "correct": sum(row["correct"] for row in rows)},
+            "demonstrations": {
+                "rows": len(rows),
+                "correct": sum(row["correct"] for row in rows),
+                "noisy_families": sum(family.noisy for family in FAMILIES),
+            },
         }
         (directory / "pack.json").write_text(json.dumps(about, indent=1) + "\n")
 

@@ -42,7 +42,7 @@ def draw_tasks(seed: int, train: int, heldout: int) -> Iterator[PocketTask]:
 
 
 def _family_tasks(family: Family, seed: int, wanted: Mapping[str, int]) -> Iterator[PocketTask]:
-    made = {split: 0 for split in wanted}
+    made = dict.fromkeys(wanted, 0)
     seen: set[Args] = set()
     for attempt in range(_GIVE_UP):
         if all(made[split] >= wanted[split] for split in wanted):

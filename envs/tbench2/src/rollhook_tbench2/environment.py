@@ -1,0 +1,109 @@
+"""environment.tbench2: Terminal-Bench 2 tasks, from a directory or a generated pack."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from rollhook.component import BuildContext
+from rollhook.environment import Environment, Episode, EpisodeContext, Task
+from rollhook.errors import TaskError, UsageError
+from rollhook.packs import ensure
+from rollhook_tbench2.config import TBench2Config
+from rollhook_tbench2.episode import TBench2Episode, why_not_on_host
+from rollhook_tbench2.tasks import TaskDir, TaskSet, read_task_set
+
+#: what the agent is told where neither the recipe nor the tasks' pack.json says otherwise
+SYSTEM_PROMPT = """\
+You solve tasks in a Linux terminal. In each turn, answer with exactly one shell command in one ```bash \
+block; you are then shown its exit code and output. Commands do not wait for input, so avoid interactive \
+programs. When the task is done, answer TASK_COMPLETE without a block."""
+
+#: tasks that a refusal names; the others are counted
+_NAMED = 3
+
+
+class TBench2(Environment):
+    """Tasks in the Terminal-Bench 2 directory form; each runs in one sandbox."""
+
+    verifies_apart: ClassVar[bool] = False
+    config: TBench2Config
+
+    def __init__(self, config: TBench2Config, context: BuildContext) -> None:
+        super().__init__(config, context)
+        self._read: TaskSet | None = None
+        self._capabilities: frozenset[str] = frozenset()
+
+    def tasks(self, split: str | None = None) -> Sequence[Task]:
+        """Return the tasks of a split in its order; `all` or None: every task, by name."""
+        found = self._task_set()
+        if split is None or (split == "all" and "all" not in found.splits):
+            return list(found.tasks.values())
+        if split not in found.splits:
+            known = ", ".join(found.splits) or "none"
+            raise UsageError(
+                f"there is no split {split!r} (here: {known}, and all for every task): "
+                "name it in environment.splits or in splits.json beside the tasks"
+            )
+        return [found.tasks[task] for task in found.splits[split]]
+
+    def problems(self, sandbox_capabilities: frozenset[str]) -> Sequence[str]:
+        """Return which tasks this sandbox cannot run and why; episodes made later suit what it can do."""
+        self._capabilities = sandbox_capabilities
+        reasons: dict[str, list[str]] = {}
+        for task in self._task_set().tasks.values():
+            if task.problem is None and (why := self._refusal(task)):
+                reasons.setdefault(why, []).append(task.id)
+        return [f"{_named(tasks)}: {why}" for why, tasks in reasons.items()]
+
+    def episode(self, task: Task, ctx: EpisodeContext) -> Episode:
+        """Return an attempt at a task. Raises TaskError for one with a problem, Unsupported by name."""
+        if not isinstance(task.payload, TaskDir):
+            raise TaskError(f"task {task.id} cannot run: {task.problem}", kind="user")
+        prompt = self.config.system_prompt
+        if prompt is None:
+            prompt = str(self._task_set().about.get("system_prompt", SYSTEM_PROMPT))
+        return TBench2Episode(
+            task.payload, ctx, prompt, self.config.reward_key, "image" in self._capabilities
+        )
+
+    def describe(self) -> Mapping[str, str]:
+        """Say how many tasks there are, how they are split, and what the demonstrations of a pack are."""
+        found = self._task_set()
+        splits = ", ".join(f"{name} {len(ids)}" for name, ids in found.splits.items())
+        broken = sum(task.problem is not None for task in found.tasks.values())
+        said = {"tasks": f"{len(found.tasks)} ({splits or 'no splits'}), {broken} with problems"}
+        demonstrations, config = found.about.get("demonstrations"), found.about.get("config")
+        if isinstance(demonstrations, dict) and isinstance(config, dict):
+            said["demonstrations"] = (
+                f"{demonstrations['rows']}, of which {demonstrations['correct']} are correct "
+                f"(noise {config['noise']:g} in {demonstrations['noisy_families']} families)"
+            )
+        return said
+
+    def _task_set(self) -> TaskSet:
+        if self._read is None:
+            if self.config.pack is not None:
+                root = ensure(self.context.build("pack", self.config.pack), name=self.config.pack.use)
+            else:
+                assert self.config.tasks_dir is not None
+                root = Path(self.config.tasks_dir).expanduser().absolute()
+            self._read = read_task_set(root, self.config.splits)
+        return self._read
+
+    def _refusal(self, task: Task) -> str:
+        payload = task.payload
+        assert isinstance(payload, TaskDir)
+        wanted = "network_on" if payload.config.environment.network_mode == "public" else "network_off"
+        if wanted not in self._capabilities:
+            mode = payload.config.environment.network_mode
+            return f"network_mode {mode!r} needs a sandbox with the capability {wanted}"
+        if payload.config.verifier.user not in (None, "root", 0, "0") and "user" not in self._capabilities:
+            return "verifier.user needs a sandbox with the capability user"
+        return "" if "image" in self._capabilities else why_not_on_host(payload)
+
+
+def _named(tasks: Sequence[str]) -> str:
+    more = f" and {len(tasks) - _NAMED} more" if len(tasks) > _NAMED else ""
+    return f"task{'s' if len(tasks) > 1 else ''} {', '.join(tasks[:_NAMED])}{more}"

@@ -1,0 +1,200 @@
+"""One attempt at one task: stage what the image would hold, let the agent work, then run tests/test.sh."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, Self
+
+from rollhook.environment import Box, Episode, EpisodeContext, Observation, Phase, Transcript, Verdict
+from rollhook.errors import AgentError, SandboxDead, SandboxError, Unsupported, VerifierError
+from rollhook.messages import message
+from rollhook.sandbox import SandboxSpec
+from rollhook_tbench2.dockerfile import copied_files
+from rollhook_tbench2.tasks import TaskDir
+from rollhook_tbench2.verdict import MAX_REWARD_BYTES, verdict
+
+REWARD_JSON = "/logs/verifier/reward.json"
+REWARD_TEXT = "/logs/verifier/reward.txt"
+#: characters of a test's or solution's output that are kept, from its end
+_TAIL = 2000
+#: paths that the agent left at the verifier's places and that are named in the record
+_MAX_PLANTED = 50
+
+#: empties /tests and /logs/verifier, says what was there, and fails if something is left
+CLEAR = """
+PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
+for d in /tests /logs /logs/verifier; do
+  if [ -L "$d" ] || { [ -e "$d" ] && [ ! -d "$d" ]; }; then printf '%s\\n' "$d"; rm -f -- "$d"; fi
+done
+mkdir -p /tests /logs/verifier || exit 1
+for p in /tests/* /tests/.[!.]* /tests/..?* /logs/verifier/* /logs/verifier/.[!.]* /logs/verifier/..?*; do
+  if [ -e "$p" ] || [ -L "$p" ]; then
+    printf '%s\\n' "$p"
+    rm -rf -- "$p" 2>/dev/null || { chmod -R u+rwX /tests /logs/verifier; rm -rf -- "$p"; } || exit 1
+  fi
+done
+"""
+#: runs "$2" in the directory "$1" if that is still there
+RUN = 'cd -- "$1" 2>/dev/null || cd /; [ -x "$2" ] || chmod +x "$2"; exec "$2"'
+
+
+class TBench2Episode(Episode):
+    """A task in one sandbox, `main`."""
+
+    def __init__(
+        self, task: TaskDir, ctx: EpisodeContext, prompt: str, reward_key: str, images: bool
+    ) -> None:
+        self.task = task
+        self.ctx = ctx
+        self.prompt = prompt
+        self.reward_key = reward_key
+        self._staged = not images
+        self.boxes = {"main": Box(box_spec(task, images))}
+
+    async def __aenter__(self) -> Self:
+        if self._staged and self.task.dockerfile is not None and self.task.dockerfile.copies:
+            files = await asyncio.to_thread(self._copied)
+            for path, data, mode in files:
+                await self.ctx.box("main").write(path, data, mode=mode)
+        return self
+
+    async def phases(self) -> AsyncIterator[Phase]:
+        """Yield the one phase."""
+        yield TBench2Phase(self)
+
+    def _copied(self) -> list[tuple[str, bytes, int]]:
+        assert self.task.dockerfile is not None
+        environment = Path(self.task.path, "environment")
+        return [
+            (destination, *_content(path))
+            for path, destination in copied_files(environment, self.task.dockerfile)
+        ]
+
+
+class TBench2Phase(Phase):
+    """The agent works on the instruction; tests/test.sh judges what it left."""
+
+    box = "main"
+
+    def __init__(self, episode: TBench2Episode) -> None:
+        self._task = episode.task
+        self._sandbox = episode.ctx.box("main")
+        self._workdir = episode.boxes["main"].spec.workdir
+        self._reward_key = episode.reward_key
+        self._solved_with: int | None = None
+        self.observation = Observation(
+            [message("system", episode.prompt), message("user", episode.task.instruction)]
+        )
+
+    async def solve(self) -> None:
+        """Stage solution/ and run solve.sh; its exit code is recorded, the verifier judges."""
+        source = Path(self._task.path, "solution")
+        if not await asyncio.to_thread((source / "solve.sh").is_file):
+            raise Unsupported(f"task {source.parent.name} has no solution/solve.sh")
+        await self._sandbox.upload_dir(source, "/solution")
+        limit = self._task.config.agent.timeout_sec
+        env = {"DEBIAN_FRONTEND": "noninteractive", **self._task.config.solution.env}
+        result = await self._sandbox.exec(
+            self._command("/solution/solve.sh"), cwd="/", env=env, timeout=limit
+        )
+        if result.timed_out:
+            raise AgentError(f"solution/solve.sh took longer than {limit:g} s: {_tail(result.stderr)}")
+        self._solved_with = result.exit_code
+
+    async def verify(self, transcript: Transcript) -> Verdict:
+        """Clear the verifier's places, stage tests/, run test.sh, read the reward it wrote."""
+        verifier = self._task.config.verifier
+        detail: dict[str, Any] = {}
+        if self._solved_with is not None:
+            detail["solution_exit_code"] = self._solved_with
+        if planted := await self._clear():
+            detail["planted"] = planted
+        await self._sandbox.upload_dir(Path(self._task.path, "tests"), "/tests")
+        user = None if verifier.user in (None, "root", 0, "0") else str(verifier.user)
+        result = await self._sandbox.exec(
+            self._command("/tests/test.sh"),
+            cwd="/",
+            env=verifier.env,
+            user=user,
+            timeout=verifier.timeout_sec,
+        )
+        detail["exit_code"] = result.exit_code
+        if output := _tail(result.stdout) + _tail(result.stderr):
+            detail["output"] = output[-_TAIL:]
+        if result.timed_out:
+            why = f"tests/test.sh took longer than its {verifier.timeout_sec:g} s"
+            return Verdict(None, {}, {**detail, "why": why})
+        files, why = [], ""
+        for path in (REWARD_JSON, REWARD_TEXT):
+            data, problem = await self._read(path)
+            files.append(data)
+            why = why or problem
+        if why:
+            return Verdict(None, {}, {**detail, "why": why})
+        return verdict(files[0], files[1], self._reward_key, detail)
+
+    async def _clear(self) -> list[str]:
+        """Remove what the agent left where the verifier works; return the paths. Raises VerifierError."""
+        result = await self._sandbox.exec(["sh", "-c", CLEAR], cwd="/", timeout=60.0)
+        if result.exit_code != 0:
+            raise VerifierError(
+                f"/tests and /logs/verifier could not be cleared before the tests: {_tail(result.stderr)}"
+            )
+        return result.stdout.decode("utf-8", "replace").splitlines()[:_MAX_PLANTED]
+
+    async def _read(self, path: str) -> tuple[bytes | None, str]:
+        """Return a reward file's bytes or None, and why it cannot be used."""
+        try:
+            return await self._sandbox.read(path, limit=MAX_REWARD_BYTES), ""
+        except FileNotFoundError:
+            return None, ""
+        except (OSError, SandboxError) as error:
+            if isinstance(error, SandboxDead) or (isinstance(error, SandboxError) and error.kind != "user"):
+                raise
+            return None, f"{path} cannot be read: {error}"
+
+    def _command(self, script: str) -> list[str]:
+        return ["sh", "-c", RUN, "sh", self._workdir, script]
+
+
+def box_spec(task: TaskDir, images: bool) -> SandboxSpec:
+    """Return what the task's sandbox must be. Raises Unsupported when it cannot run without images."""
+    environment, dockerfile = task.config.environment, task.dockerfile
+    if not images and (why := why_not_on_host(task)):
+        raise Unsupported(f"task {Path(task.path).name}: {why}")
+    inherited = dockerfile.workdir if dockerfile else None
+    default = "/" if images and task.needs_image else SandboxSpec().workdir
+    build = images and environment.docker_image is None and dockerfile is not None
+    return SandboxSpec(
+        image=environment.docker_image if images else None,
+        dockerfile=str(Path(task.path, "environment", "Dockerfile")) if build else None,
+        workdir=environment.workdir or inherited or default,
+        env={**(dockerfile.env if dockerfile and not images else {}), **environment.env},
+        memory_bytes=environment.memory_mb * 2**20 if environment.memory_mb else None,
+        cpus=environment.cpus,
+        disk_bytes=environment.storage_mb * 2**20 if environment.storage_mb else None,
+        network=environment.network_mode == "public",
+    )
+
+
+def why_not_on_host(task: TaskDir) -> str:
+    """Return why a task cannot run in a sandbox without images; empty: it can."""
+    if not task.needs_image:
+        return ""
+    if not task.config.host_ok:
+        return "it needs its container image, and its task.toml does not say `[metadata] host_ok = true`"
+    refused = task.dockerfile.refused if task.dockerfile else None
+    return str(refused) if refused else ""
+
+
+def _content(path: Path) -> tuple[bytes, int]:
+    with open(path, "rb") as file:
+        executable = os.fstat(file.fileno()).st_mode & 0o100
+        return file.read(), 0o755 if executable else 0o644
+
+
+def _tail(data: bytes) -> str:
+    return data[-4 * _TAIL :].decode("utf-8", "replace")[-_TAIL:].strip()

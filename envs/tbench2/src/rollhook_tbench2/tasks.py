@@ -1,0 +1,200 @@
+"""Reading a directory of Terminal-Bench 2 tasks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from rollhook.environment import Task
+from rollhook.errors import UsageError
+from rollhook_tbench2.dockerfile import FILE as DOCKERFILE
+from rollhook_tbench2.dockerfile import Dockerfile, parse_dockerfile
+from rollhook_tbench2.problems import TaskProblem
+from rollhook_tbench2.task_toml import TaskToml, parse_task_toml
+
+#: names below a tasks directory, or a task, that are no part of it
+_IGNORED = ("__pycache__", ".DS_Store")
+#: seconds of the budget node `verify` beyond the verifier's own, for staging and reading
+STAGING_SECONDS = 30.0
+#: bytes of an instruction above which it is taken for a mistake
+_MAX_INSTRUCTION = 1 << 20
+
+
+@dataclass(frozen=True)
+class TaskDir:
+    """The payload of a task: what was read of its directory. `dockerfile` is None where there is none."""
+
+    path: str
+    config: TaskToml
+    instruction: str
+    dockerfile: Dockerfile | None
+
+    @property
+    def needs_image(self) -> bool:
+        """Whether the task was written for a container image."""
+        return self.dockerfile is not None or self.config.environment.docker_image is not None
+
+
+@dataclass(frozen=True)
+class TaskSet:
+    """All tasks of a directory: `splits` maps names to ids, `about` is what pack.json says."""
+
+    tasks: Mapping[str, Task]
+    splits: Mapping[str, Sequence[str]]
+    about: Mapping[str, object]
+
+
+def read_task_set(root: Path, extra_splits: Mapping[str, str | Sequence[str]]) -> TaskSet:
+    """Read every task below `root`; a malformed one has its problem and harms no other.
+
+    Raises UsageError when there is no task at all, or a split names tasks that are not there.
+    """
+    directories = [root] if (root / "task.toml").is_file() else list(_task_directories(root))
+    if not directories:
+        raise UsageError(
+            f"no tasks in {root}: give a directory whose subdirectories hold task.toml and instruction.md"
+        )
+    splits = {**_splits_file(root), **{name: _ids(value) for name, value in extra_splits.items()}}
+    split_of = {task: name for name, ids in splits.items() for task in ids}
+    tasks = {path.name: read_task(path, split_of.get(path.name, "all")) for path in directories}
+    for name, ids in splits.items():
+        missing = [task for task in ids if task not in tasks]
+        if missing:
+            raise UsageError(
+                f"split {name!r} names {len(missing)} tasks that {root} does not hold: "
+                f"{', '.join(missing[:5])}"
+            )
+    return TaskSet(tasks, splits, _json_object(root / "pack.json"))
+
+
+def read_task(directory: Path, split: str = "all") -> Task:
+    """Read one task directory; what is wrong with it is in `problem`."""
+    digest, small = _hash(str(directory))
+    problems = _layout_problems(small)
+    config, found = parse_task_toml(small.get("task.toml", b"").decode("utf-8", "replace"))
+    if "task.toml" in small:
+        problems += found
+    instruction = small.get("instruction.md", b"").decode("utf-8", "replace").strip()
+    if config is None or problems:
+        reasons = "\n".join(str(problem) for problem in problems)
+        return Task(directory.name, digest, split, problem=reasons, payload=None)
+    source = small.get(DOCKERFILE)
+    dockerfile = _parsed(source) if source is not None else None
+    limits = {"verify": config.verifier.timeout_sec + STAGING_SECONDS}
+    if config.agent.timeout_sec is not None:
+        limits["agent"] = config.agent.timeout_sec
+    if "build_timeout_sec" in config.environment.model_fields_set:
+        limits["create"] = config.environment.build_timeout_sec
+    payload = TaskDir(str(directory), config, instruction, dockerfile)
+    return Task(directory.name, digest, split, config.family, limits, payload)
+
+
+@lru_cache(maxsize=256)
+def _parsed(dockerfile: bytes) -> Dockerfile:
+    return parse_dockerfile(dockerfile.decode("utf-8", "replace"))
+
+
+def _task_directories(root: Path) -> Iterator[Path]:
+    if not root.is_dir():
+        raise UsageError(f"tasks_dir {root} is not a directory")
+    for entry in sorted(os.scandir(root), key=lambda entry: entry.name):
+        if entry.is_dir() and not entry.name.startswith(".") and entry.name not in _IGNORED:
+            files = {"task.toml", "instruction.md"}
+            if any(os.path.exists(f"{entry.path}/{name}") for name in files):
+                yield Path(entry.path)
+
+
+def _layout_problems(small: Mapping[str, bytes]) -> list[TaskProblem]:
+    problems = []
+    for name in ("task.toml", "instruction.md", "tests/test.sh"):
+        if name not in small:
+            problems.append(TaskProblem(name, "", 0, "missing"))
+        elif not small[name].strip() and name != "task.toml":
+            problems.append(TaskProblem(name, "", 0, "empty"))
+    if len(small.get("instruction.md", b"")) > _MAX_INSTRUCTION:
+        problems.append(TaskProblem("instruction.md", "", 0, "larger than 1 MiB"))
+    for name in ("docker-compose.yaml", "docker-compose.yml"):
+        if f"environment/{name}" in small:
+            problems.append(TaskProblem(f"environment/{name}", "", 0, "Docker Compose: not supported"))
+    return problems
+
+
+def _hash(root: str) -> tuple[str, dict[str, bytes]]:
+    """Return the content hash of a directory (names, exec bits, bytes), and the files that we read.
+
+    A symbolic link counts with its target's text; other special files with their kind alone.
+    """
+    digest, small = hashlib.sha256(), {}
+    for path, mode in _walk(root, ""):
+        full = f"{root}/{path}"
+        if stat.S_ISLNK(mode):
+            digest.update(
+                b"l%s\0%s\0" % (path.encode("utf-8", "surrogateescape"), os.readlink(full).encode())
+            )
+        elif stat.S_ISREG(mode):
+            kind = b"x" if mode & 0o100 else b"f"
+            if _is_ours(path):
+                with open(full, "rb") as file:
+                    small[path] = data = file.read()
+                content = hashlib.sha256(data).digest()
+            else:
+                with open(full, "rb") as file:
+                    content = hashlib.file_digest(file, "sha256").digest()
+            digest.update(kind + path.encode("utf-8", "surrogateescape") + b"\0" + content)
+        else:
+            digest.update(b"s" + path.encode("utf-8", "surrogateescape") + b"\0")
+    return digest.hexdigest(), small
+
+
+def _is_ours(path: str) -> bool:
+    return path in ("task.toml", "instruction.md", "tests/test.sh") or (
+        path.startswith("environment/") and path.count("/") == 1
+    )
+
+
+def _walk(root: str, prefix: str) -> Iterator[tuple[str, int]]:
+    for entry in sorted(os.scandir(f"{root}/{prefix}" if prefix else root), key=lambda entry: entry.name):
+        path = f"{prefix}{entry.name}"
+        if entry.name in _IGNORED:
+            continue
+        if entry.is_dir(follow_symlinks=False):
+            yield from _walk(root, f"{path}/")
+        else:
+            yield path, entry.stat(follow_symlinks=False).st_mode
+
+
+def _splits_file(root: Path) -> dict[str, list[str]]:
+    path = root / "splits.json"
+    splits = _json_object(path)
+    for name, ids in splits.items():
+        if not isinstance(ids, list) or not all(isinstance(task, str) for task in ids):
+            raise UsageError(f"{path}: {name} must be a list of task ids")
+    return splits  # type: ignore[return-value]
+
+
+def _json_object(path: Path) -> dict[str, object]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise UsageError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise UsageError(f"{path} must hold a JSON object")
+    return value
+
+
+def _ids(value: str | Sequence[str]) -> list[str]:
+    if not isinstance(value, str):
+        return list(value)
+    try:
+        lines = Path(value).read_text().splitlines()
+    except OSError as error:
+        raise UsageError(f"split file {value} cannot be read: {error.strerror}") from error
+    return [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
