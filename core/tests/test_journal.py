@@ -132,17 +132,17 @@ def test_a_file_that_is_no_journal_is_refused(tmp_path: Path) -> None:
 
 
 async def test_durable_means_fsynced_and_a_group_shares_one(tmp_path: Path) -> None:
-    gate, synced = threading.Semaphore(0), []
+    gate, entered, synced = threading.Semaphore(0), threading.Event(), []
 
     def fsync(fd: int) -> None:
+        entered.set()
         gate.acquire()
         synced.append(os.fstat(fd).st_size)
 
     path = tmp_path / "journal.jsonl"
     journal = Journal(path, fsync=fsync)
     first = asyncio.create_task(journal.append_durable("lease", nonce="first"))
-    while not path.stat().st_size:
-        await asyncio.sleep(0)
+    await asyncio.to_thread(entered.wait)
     rest = [asyncio.create_task(journal.append_durable("lease", nonce=str(n))) for n in range(50)]
     await asyncio.sleep(0)
     assert not first.done()
