@@ -1,6 +1,6 @@
 """Sessions: token-exact conversations with the policy, routed to engine workers."""
 
-from rollhook.session.policy import Clock, Limits, PolicyClient
+from rollhook.session.policy import PolicyClient
 from rollhook.session.render import Renderer, RenderError
 from rollhook.session.session import (
     Session,
@@ -10,6 +10,7 @@ from rollhook.session.session import (
     TurnConflictError,
 )
 from rollhook.session.tree import Leaf
+from rollhook.session.turn import Clock, Limits
 
 __all__ = [
     "Clock",

@@ -7,75 +7,22 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable, Container, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any
 from uuid import uuid4
 
 from rollhook.engine.base import Generation, GenerationRequest, SamplingParams
-from rollhook.engine.weights import WeightControl, update_workers
+from rollhook.engine.weights import update_workers
 from rollhook.errors import BudgetExceeded, EngineError
 from rollhook.router import RouteRequest, Worker
 from rollhook.routing import Chain
 from rollhook.session.render import Renderer
 from rollhook.session.session import Route, Session, SessionExistsError
+from rollhook.session.turn import Clock, Generator, Limits, Turn
 from rollhook.session.workers import Entry, Gate, WorkerTable, load_of
 
 log = logging.getLogger(__name__)
-
-
-class Clock(Protocol):
-    """The agent's clock, as `rollhook.budgets.AgentClock` is one; seconds."""
-
-    @property
-    def remaining(self) -> float:
-        """Seconds left."""
-
-    def begin_turn(self) -> None:
-        """Start the time of a new turn."""
-
-    def charge(self, kind: Literal["command", "tokens"], seconds: float) -> None:
-        """Add seconds that the agent's own work took."""
-
-    def check(self) -> None:
-        """Raise BudgetExceeded when nothing is left."""
-
-
-class Generator(WeightControl, Protocol):
-    """What the policy asks of an engine client; `rollhook.engine.client.EngineClient` is one."""
-
-    async def generate(self, worker: Worker, request: GenerationRequest) -> Generation:
-        """Generate one completion."""
-
-    async def health(self, worker: Worker) -> bool:
-        """Return whether the engine is healthy."""
-
-    async def abort(self, worker: Worker, rid: str | None = None) -> None:
-        """End a request."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Deadlines that are not the agent's; when one passes, the turn fails with EngineError. Seconds."""
-
-    attempts: int = 5
-    backoff: float = 0.5
-    no_worker: float = 120.0
-    pause: float = 1800.0
-    abort: float = 10.0
-
-
-@dataclass(frozen=True)
-class Turn:
-    """One generation with what surrounded it: versions that bracket it, and where the seconds went."""
-
-    generation: Generation
-    version_before: int
-    version_after: int
-    token_seconds: float
-    engine_seconds: float
-    wait_seconds: float
-    tries: int
 
 
 class PolicyClient:

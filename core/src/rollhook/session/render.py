@@ -19,12 +19,14 @@ import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rollhook.errors import AgentError, UsageError
-from rollhook.messages import Message, ToolSchema
+from rollhook.messages import Message, ToolCall, ToolSchema
 
 # Stands for an assistant's text when an increment is rendered; letters only, so that no template alters it.
 _SENTINEL = "RollhookAssistantText"
 # Private-use characters around control tokens that occur in somebody's text; they never reach the tokenizer.
 _OPEN, _CLOSE = "\U000ff7f0", "\U000ff7f1"
+_THINK_END = "</think>"
+_TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 _TOKEN_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -52,7 +54,9 @@ class Renderer:
         self._control = _alternatives(self._special.values())
         self._marked = re.compile(f"{_OPEN}(.*?){_CLOSE}|[{_OPEN}{_CLOSE}]", re.DOTALL)
         self._variables = _token_variables(config)
-        self._template = _compile(_template_text(self.directory, config, chat_template))
+        template = _template_text(self.directory, config, chat_template)
+        self._template = _compile(template)
+        self._thinks = _THINK_END in template
         self.vocab_size = int(self._tokenizer.get_vocab_size(with_added_tokens=True))
         #: ids that end a reply: of the model's files, and what follows an assistant's text in the template
         self.stop_token_ids = self._stop_ids()
@@ -78,12 +82,26 @@ class Renderer:
         ids = self.encode(text)
         return ids[1:] if ids and ids[0] == last_token and last_token in self._stops else ids
 
-    def parse(self, ids: Sequence[int]) -> Message:
-        """Return what the assistant said: the text without control tokens, its stop token included."""
+    def parse(self, ids: Sequence[int], *, tool_calls: bool = False) -> Message:
+        """Return what the assistant said: its text without control tokens.
+
+        Where the template knows `</think>`, what is before it becomes `reasoning_content`. With `tool_calls`,
+        blocks of the form `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` become calls; a
+        block that is not such JSON stays in the text.
+        """
         end = len(ids)
         while end and ids[end - 1] in self._stops:
             end -= 1
-        return {"role": "assistant", "content": self._tokenizer.decode(list(ids[:end]))}
+        text = self._tokenizer.decode(list(ids[:end]))
+        message: Message = {"role": "assistant", "content": text}
+        if self._thinks and _THINK_END in text:
+            thought, _, text = text.partition(_THINK_END)
+            message["reasoning_content"] = thought.removeprefix("<think>").strip("\n")
+            message["content"] = text = text.lstrip("\n")
+        if tool_calls and (calls := _tool_calls(text)):
+            message["content"] = text[: text.index("<tool_call>")].rstrip()
+            message["tool_calls"] = calls
+        return message
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of rendered text; marked control tokens in it are plain text.
@@ -108,15 +126,28 @@ class Renderer:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def _following(self, appended: Sequence[Message], tools: Sequence[ToolSchema] | None) -> str:
-        history: list[Message] = [
-            {"role": "user", "content": "u"},
-            {"role": "assistant", "content": _SENTINEL},
-        ]
-        text = self._render([*history, *appended], tools, generate=True)
-        found = text.find(_SENTINEL)
-        if found < 0:
-            raise RenderError("the chat template leaves out earlier replies, so it cannot be continued")
-        return text[found + len(_SENTINEL) :]
+        """Return the text after an assistant's words when `appended` comes after them.
+
+        A made-up exchange is rendered with and without `appended`; what is new, and what closes the
+        assistant's turn, is the increment.
+        """
+        try:
+            text = self._render([*_exchange(), *appended], tools, generate=True)
+        except RenderError:
+            if appended and appended[0]["role"] == "tool":
+                return self._following_calls(appended, tools)
+            raise
+        return _after_sentinel(text)
+
+    def _following_calls(self, appended: Sequence[Message], tools: Sequence[ToolSchema] | None) -> str:
+        """As `_following`, for templates that accept tool results only after the calls that they answer."""
+        history = _exchange([m.get("tool_call_id", "") for m in appended if m["role"] == "tool"])
+        without = self._render(history, tools, generate=False)
+        with_appended = self._render([*history, *appended], tools, generate=True)
+        if not with_appended.startswith(without):
+            raise RenderError("the chat template alters earlier turns when tool results follow")
+        closing = _after_sentinel(self._render(_exchange(), tools, generate=False))
+        return closing + with_appended[len(without) :]
 
     def _stop_ids(self) -> tuple[int, ...]:
         stops: set[int] = set()
@@ -223,6 +254,37 @@ def _token_variables(config: Mapping[str, Any]) -> dict[str, str]:
 def _alternatives(tokens: Any) -> re.Pattern[str]:
     longest_first = sorted(tokens, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+
+def _exchange(call_ids: Sequence[str] = ()) -> list[Message]:
+    """Return a made-up exchange that ends with an assistant's turn, with these tool calls if any."""
+    assistant: Message = {"role": "assistant", "content": _SENTINEL}
+    if call_ids:
+        assistant["tool_calls"] = [
+            {"id": call_id, "type": "function", "function": {"name": "f", "arguments": "{}"}}
+            for call_id in call_ids
+        ]
+    return [{"role": "user", "content": "u"}, assistant]
+
+
+def _after_sentinel(text: str) -> str:
+    found = text.find(_SENTINEL)
+    if found < 0:
+        raise RenderError("the chat template leaves out earlier replies, so it cannot be continued")
+    return text[found + len(_SENTINEL) :]
+
+
+def _tool_calls(text: str) -> list[ToolCall]:
+    """Return the calls of a text in the `<tool_call>` form; none at all when one of them is malformed."""
+    calls: list[ToolCall] = []
+    for number, block in enumerate(_TOOL_CALL.findall(text)):
+        try:
+            call = json.loads(block)
+            function = {"name": str(call["name"]), "arguments": json.dumps(call.get("arguments") or {})}
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return []
+        calls.append({"id": f"call_{number}", "type": "function", "function": function})
+    return calls
 
 
 def _for_template(message: Message) -> dict[str, Any]:

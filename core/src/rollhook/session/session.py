@@ -22,7 +22,8 @@ from rollhook.session.tree import Key, Leaf, Node, Span, Tree, message_key
 from rollhook.session.workers import Entry
 
 if TYPE_CHECKING:
-    from rollhook.session.policy import Clock, PolicyClient, Turn
+    from rollhook.session.policy import PolicyClient
+    from rollhook.session.turn import Clock, Turn
 
 _ROLES = frozenset({"system", "user", "assistant", "tool"})
 # longer texts are tokenised on a thread, so that the loop is not held up
@@ -244,8 +245,10 @@ class Session:
 
     def _commit(self, request: _Request, added: array[int], turn: Turn, prompt_tokens: int) -> Reply:
         generation = turn.generation
-        reply = self._renderer.parse(generation.token_ids)
         self._sequence += 1
+        reply = self._renderer.parse(generation.token_ids, tool_calls=bool(request.tools))
+        for call in reply.get("tool_calls", ()):
+            call["id"] = f"{call['id']}_{self._sequence}"
         node = Node(
             parent=request.parent,
             messages=(*(_copy(message) for message in request.appended), reply),
