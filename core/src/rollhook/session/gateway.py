@@ -150,7 +150,7 @@ class Gateway:
         )
 
     async def _close(self, request: web.Request) -> web.Response:
-        self._session(request).close()
+        await self._session(request).close()
         return web.Response(status=204)
 
     async def _chat(self, request: web.Request) -> web.Response:

@@ -198,7 +198,7 @@ class PolicyClient:
     async def close(self) -> None:
         """Close every session and finish what runs in the background; safe to call twice."""
         for session in list(self.sessions.values()):
-            session.close()
+            await session.close()
         while self._background:
             await asyncio.gather(*self._background, return_exceptions=True)
 

@@ -188,7 +188,7 @@ class Session:
         """The oldest and the newest weight version of any generated token; None before the first."""
         return self._versions
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End the session: calls under way are aborted and raise SessionClosedError. Safe to call twice.
 
         What was committed can still be read.
@@ -197,8 +197,11 @@ class Session:
             return
         self._closed = True
         self._policy.leave(self.route)
-        for work in self._running:
+        running = list(self._running)
+        for work in running:
             work.cancel()
+        if running:
+            await asyncio.wait(running)
 
     def _check_open(self) -> None:
         if self._closed:
