@@ -61,7 +61,7 @@ class Plugins:
     def add(self, names: Iterable[Name], *, strict: bool = True) -> None:
         """Load further names; LoadError at the first that cannot be, or noted in `failures` if not strict."""
         for key in dict.fromkeys(names):
-            if key in self._by_name:
+            if key in self._by_name or (key in self.failures and not strict):
                 continue
             try:
                 self._add(*key)
@@ -118,14 +118,19 @@ class Plugins:
     def build(
         self, kind: str, name: str, keys: Mapping[str, Any], context: BuildContext, key_path: str = ""
     ) -> Any:
-        """Construct a component; what its `ComponentRef` fields name can be built by `context.build`."""
+        """Construct a component, loading it first where it is not.
+
+        Unless the context brings its own, `context.build` builds what a `ComponentRef` field names.
+        """
+        self.add([(kind, name)])
         config = self.config(kind, name, keys, key_path or kind)
 
         def build(other_kind: str, spec: Any) -> Any:
-            self.add([(other_kind, spec.use)])
             return self.build(other_kind, spec.use, spec.keys, context, f"{key_path or kind}.{spec.use}")
 
-        return self.load_class(kind, name)(config, dataclasses.replace(context, build=build))
+        if context.build is BuildContext.build:
+            context = dataclasses.replace(context, build=build)
+        return self.load_class(kind, name)(config, context)
 
     def _add(self, kind: str, name: str) -> None:
         entry = self._find(kind, name)

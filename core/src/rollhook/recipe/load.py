@@ -11,14 +11,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rollhook.installed import nearest
 from rollhook.recipe import overrides as parsing
 from rollhook.recipe import paths
-from rollhook.recipe.interpolate import resolve
+from rollhook.recipe.interpolate import Resolved, resolve
 from rollhook.recipe.problem import Problem, RecipeError
 from rollhook.recipe.schema import Recipe
 from rollhook.recipe.sources import Sources, gather, point_needs
 from rollhook.recipe.tree import Origin, Tree
 from rollhook.recipe.validate import validate
+
+#: what the core's keys are where a recipe leaves them out
+DEFAULTS = Recipe(name="defaults").model_dump(mode="json")
 
 #: free mappings of the schema, where `key=value` cannot tell a new key from a misspelt one
 _FREE = (("needs",), ("model", "init", "sizes"))
@@ -51,6 +55,7 @@ class Loaded:
     sources: list[str]
     text: str = ""
     unresolved: set[str] = field(default_factory=set)
+    from_environment: dict[str, str] = field(default_factory=dict)
     locked: dict[str, Any] | None = None
 
     @property
@@ -66,7 +71,12 @@ class Loaded:
         return self.sources[-1] if self.sources else "recipe"
 
     def locate(self, problem: Problem) -> Problem:
-        """Return the problem with the file and line that gave its key, where none is named yet."""
+        """Return the problem with the file and line that gave its key, where none is named yet.
+
+        A value that came out of an environment variable is shown as the recipe writes it.
+        """
+        for value, written in self.from_environment.items():
+            problem = dataclasses.replace(problem, message=problem.message.replace(value, written))
         if problem.source:
             return problem
         parts = problem.key.split(".")
@@ -136,6 +146,10 @@ def validate_core(
             dataclasses.replace(each, key=each.key.replace("environment.0", "environment", 1))
             for each in found
         ]
+    found = [
+        dataclasses.replace(each, nearest=near) if (near := nearest(each.key, ["extends"])) else each
+        for each in found
+    ]
     ignored = {paths.text(path) for path in unresolved}
     return recipe, [each for each in found if each.key not in ignored]
 
@@ -144,7 +158,7 @@ def _finish(
     sources: Sources, problems: list[Problem], needs_results: Mapping[str, Mapping[str, Any]]
 ) -> Loaded:
     tree = sources.tree
-    resolved = resolve(tree.data, needs_results, Recipe(name="defaults").model_dump(mode="json"))
+    resolved = resolve(tree.data, needs_results, DEFAULTS)
     recipe = None
     found = list(resolved.problems)
     if tree.data:
@@ -159,24 +173,38 @@ def _finish(
         problems=problems,
         sources=sources.names,
         text=sources.text,
+        from_environment=_from_environment(resolved),
         unresolved={paths.text(path) for path in resolved.unresolved},
     )
     loaded.problems += [loaded.locate(problem) for problem in found]
     return loaded
 
 
+def _from_environment(resolved: Resolved) -> dict[str, str]:
+    """Return value -> what the recipe says, for values worth hiding (a short one would garble messages)."""
+    found = {}
+    for path, written in resolved.raw.items():
+        value = paths.get(resolved.data, path)
+        if "oc.env" in written and isinstance(value, str) and len(value) >= 4:
+            found[value] = written
+    return found
+
+
 def _deviations(sources: Sources, resolved: dict[str, Any]) -> dict[str, Deviation]:
     """Compare with the shipped recipe that this one extends or is; else with the file before overrides."""
     here = dict(paths.leaves(sources.tree.data))
     reference = dict(paths.leaves(sources.reference.data))
+    defaults = dict(paths.leaves(DEFAULTS))
     found = {}
     for path in sorted({*here, *reference}, key=paths.text):
         if path == ("name",) or (path in here and path in reference and here[path] == reference[path]):
             continue
+        if path not in reference and path in here and defaults.get(path, sources) == here[path]:
+            continue
         origin = sources.tree.origin(path)
         value = paths.get(resolved, path) if path in here else None
         found[paths.text(path)] = Deviation(
-            value, reference.get(path), origin.source if origin else "deleted"
+            value, reference.get(path, defaults.get(path)), origin.source if origin else "deleted"
         )
     return found
 

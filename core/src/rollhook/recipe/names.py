@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
+from rollhook.errors import UsageError
 from rollhook.hookspecs import PROVIDER_HOOKS
+from rollhook.packs import PREFIX, parse_reference
 from rollhook.recipe import paths
 from rollhook.recipe.load import Loaded
 from rollhook.recipe.schema import Recipe
 from rollhook.recipe.tree import COMPONENT_KEYS
-
-_PACK = re.compile(r"pack:([A-Za-z0-9_-]+)(/|$)")
 
 
 def component_names(recipe: Recipe) -> list[tuple[str, str]]:
@@ -38,10 +38,7 @@ def names_in(data: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def located_names(loaded: Loaded) -> list[tuple[str, str, str]]:
     """Return (kind, name, key path that names it), in the recipe's order."""
-    found = []
-    for path, kind, name in _located(loaded.resolved):
-        found.append((kind, name, paths.text(path)))
-    return found
+    return [(kind, name, paths.text(path)) for path, kind, name in _located(loaded.resolved)]
 
 
 def chain(use: str) -> list[str]:
@@ -69,9 +66,10 @@ def _located(data: Mapping[str, Any]) -> Iterator[tuple[paths.Path, str, str]]:
                 ((key, index), "plugin", each) for index, each in enumerate(value) if isinstance(each, str)
             )
     for path, value in paths.leaves(data):
-        match = _PACK.match(value) if isinstance(value, str) else None
-        if match:
-            yield path, "pack", match.group(1)
+        if isinstance(value, str) and value.startswith(PREFIX):
+            with suppress(UsageError):
+                reference = parse_reference(value)
+                yield from [(path, "pack", reference.name)] if reference else []
 
 
 def _component(value: Any, kind: str, path: paths.Path) -> Iterator[tuple[paths.Path, str, str]]:

@@ -6,9 +6,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt
 
+from rollhook.secrets import Secret
+
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Use(BaseModel):
@@ -196,7 +198,9 @@ class Gateway(_Section):
 
     bind: Annotated[str, Field(description="address; not loopback needs a token")] = "127.0.0.1"
     public_url: Annotated[str | None, Field(description="how sandboxes elsewhere reach it")] = None
-    token: Annotated[str | None, Field(description="secret reference: env:NAME or file:PATH")] = None
+    token: Annotated[
+        Secret | None, Field(description="secret that clients must show: env:NAME or file:PATH")
+    ] = None
 
 
 class Recipe(_Section):

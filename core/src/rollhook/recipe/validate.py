@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -12,6 +12,7 @@ from pydantic_core import ErrorDetails
 from rollhook.installed import nearest
 from rollhook.recipe import paths
 from rollhook.recipe.problem import Problem
+from rollhook.secrets import FORMS
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -36,14 +37,14 @@ _EXPECTED = {
 def validate(model: type[M], keys: Mapping[str, Any], key: str = "") -> tuple[M | None, list[Problem]]:
     """Validate a mapping; return the model, or None and every problem, with paths below `key`."""
     prefix = paths.parse(key)
+    problems = [
+        Problem(paths.text((*prefix, *path)), f"{show(value)} is not a number")
+        for path, value in _booleans_for_numbers(model, keys)
+    ]
     try:
         instance = model.model_validate(dict(keys))
     except ValidationError as error:
-        return None, _problems(error.errors(include_url=False), model, keys, prefix)
-    problems = [
-        Problem(paths.text((*prefix, *path)), f"{show(value)} is not a number")
-        for path, value in _booleans_taken_for_numbers(instance, keys)
-    ]
+        return None, problems + _problems(error.errors(include_url=False), model, keys, prefix)
     return (None if problems else instance), problems
 
 
@@ -69,7 +70,7 @@ def _problems(
         deeper = any(other[: len(path)] == path and other != path for other in by_path)
         if deeper and all(error["type"] in _EXPECTED for error in found):
             continue
-        problems.append(_problem(path, found, model, keys, prefix))
+        problems.append(_problem(path, found, model, prefix))
     return problems
 
 
@@ -92,32 +93,31 @@ def _problem(
     path: paths.Path,
     errors: list[ErrorDetails],
     model: type[BaseModel],
-    keys: Mapping[str, Any],
     prefix: paths.Path,
 ) -> Problem:
     error = errors[0]
     kind, value, context = error["type"], show(error["input"]), error.get("ctx", {})
     where = paths.text((*prefix, *path))
+    message, allowed, near, hint = f"{value}: {_lower(error['msg'])}", _description(model, path), "", ""
     if kind == "extra_forbidden":
-        fields = _fields_at(model, path[:-1], keys)
+        fields = _fields_at(model, path[:-1])
         near = nearest(str(path[-1]), fields)
-        return Problem(
-            where, f"{path[-1]!r} is not a key", allowed=f"keys here: {', '.join(fields)}", nearest=near
-        )
-    if kind == "missing":
-        return Problem(where, "is missing", allowed=_description(model, path))
-    if kind in {"literal_error", "enum"}:
+        message, allowed = f"{path[-1]!r} is not a key", f"keys here: {', '.join(fields)}"
+    elif kind == "missing":
+        message = "is missing"
+    elif kind in {"literal_error", "enum"}:
         choices = [choice.strip(" '") for choice in context["expected"].replace(" or ", ", ").split(",")]
         near = nearest(str(error["input"]), choices)
-        return Problem(
-            where, f"{value} is not allowed", allowed=f"allowed: {', '.join(choices)}", nearest=near
-        )
-    if all(each["type"] in _EXPECTED for each in errors):
+        message, allowed = f"{value} is not allowed", f"allowed: {', '.join(choices)}"
+    elif all(each["type"] in _EXPECTED for each in errors):
         wanted = " or ".join(dict.fromkeys(_EXPECTED[each["type"]] for each in errors))
-        return Problem(where, f"{value} is not {wanted}", allowed=_description(model, path))
-    if kind == "value_error":
-        return Problem(where, str(context["error"]))
-    return Problem(where, f"{value}: {_lower(error['msg'])}", allowed=_description(model, path))
+        message = f"{value} is not {wanted}"
+    elif kind == "secret_reference":
+        message, allowed = "is not a reference to a secret", f"allowed: {FORMS}"
+        hint = "put the value where a reference can point to it, never into a recipe"
+    elif kind == "value_error":
+        message, allowed = str(context["error"]), ""
+    return Problem(where, message, allowed=allowed, nearest=near, hint=hint)
 
 
 def _lower(message: str) -> str:
@@ -125,9 +125,8 @@ def _lower(message: str) -> str:
     return message[:1].lower() + message[1:]
 
 
-def _fields_at(model: type[BaseModel], path: paths.Path, keys: Mapping[str, Any]) -> list[str]:
-    found = list(_models_at(model, path))
-    return [name for each in found for name in each.model_fields]
+def _fields_at(model: type[BaseModel], path: paths.Path) -> list[str]:
+    return [name for each in _models_at(model, path) for name in each.model_fields]
 
 
 def _description(model: type[BaseModel], path: paths.Path) -> str:
@@ -140,13 +139,17 @@ def _description(model: type[BaseModel], path: paths.Path) -> str:
 
 def _models_at(model: type[BaseModel], path: paths.Path) -> Iterator[type[BaseModel]]:
     """Yield the models that may stand at a path."""
-    annotations: list[Any] = [model]
-    for part in path:
-        annotations = [child for each in annotations for child in _children(each, part)]
-    for each in annotations:
+    for each in _annotations_at(model, path):
         for branch in _branches(each):
             if isinstance(branch, type) and issubclass(branch, BaseModel):
                 yield branch
+
+
+def _annotations_at(model: type[BaseModel], path: paths.Path) -> list[Any]:
+    annotations: list[Any] = [model]
+    for part in path:
+        annotations = [child for each in annotations for child in _children(each, part)]
+    return annotations
 
 
 def _children(annotation: Any, part: str | int) -> Iterator[Any]:
@@ -159,25 +162,23 @@ def _children(annotation: Any, part: str | int) -> Iterator[Any]:
 
 
 def _branches(annotation: Any) -> Iterator[Any]:
-    if get_origin(annotation) in {Union, types.UnionType}:
+    if get_origin(annotation) is Annotated:
+        yield from _branches(get_args(annotation)[0])
+    elif get_origin(annotation) in {Union, types.UnionType}:
         for branch in get_args(annotation):
             yield from _branches(branch)
     else:
         yield annotation
 
 
-def _booleans_taken_for_numbers(
-    instance: BaseModel, keys: Mapping[str, Any]
+def _booleans_for_numbers(
+    model: type[BaseModel], keys: Mapping[str, Any]
 ) -> Iterator[tuple[paths.Path, bool]]:
-    """Yield the `true` and `false` that pydantic has read as 1 and 0."""
+    """Yield each `true` and `false` where only a number may stand: pydantic would read them as 1 and 0."""
     for path, value in paths.leaves(keys):
         if isinstance(value, bool):
-            here: Any = instance
-            for part in path:
-                try:
-                    here = getattr(here, str(part)) if isinstance(here, BaseModel) else here[part]
-                except (AttributeError, KeyError, IndexError, TypeError):
-                    here = value
-                    break
-            if isinstance(here, int | float) and not isinstance(here, bool):
+            types_here = {
+                each for annotation in _annotations_at(model, path) for each in _branches(annotation)
+            }
+            if types_here & {int, float} and bool not in types_here:
                 yield path, value

@@ -1,0 +1,159 @@
+"""`rollhook check`: everything that can be proven about a recipe before anything is started, all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+from rollhook.plugins import Plugins
+from rollhook.recipe.load import Loaded, read_recipe
+from rollhook.recipe.parts import Part, find_parts
+from rollhook.recipe.problem import Problem, RecipeError
+from rollhook.recipe.rules import Composition, check_rules
+from rollhook.secrets import Secret
+
+Site = Literal["here", "none"]
+
+
+@dataclass
+class Checked:
+    """A recipe that was checked: its parts, and all that is wrong with it and with what it needs."""
+
+    loaded: Loaded
+    plugins: Plugins
+    parts: list[Part]
+    problems: list[Problem]
+    site: Site
+
+    @property
+    def composition(self) -> list[Problem]:
+        """What is wrong everywhere."""
+        return [each for each in self.problems if each.scope == "composition"]
+
+    @property
+    def here(self) -> list[Problem]:
+        """What is wrong on this machine only."""
+        return [each for each in self.problems if each.scope == "site"]
+
+
+def check_recipe(
+    source: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    site: Site | None = None,
+    needs_results: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Checked:
+    """Check a recipe and the recipes that it needs; what is wrong is returned, never raised.
+
+    `site` `here` also checks this machine; the default is `here` for launcher `local`, else `none`.
+    """
+    return _check(source, overrides, site, needs_results, ())
+
+
+def compose(
+    source: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    needs_results: Mapping[str, Mapping[str, Any]] | None = None,
+) -> tuple[Loaded, Plugins]:
+    """Return a recipe that can run here and its plugins. Raises RecipeError with all that is wrong."""
+    checked = check_recipe(source, overrides, site="here", needs_results=needs_results)
+    if checked.problems:
+        raise RecipeError(checked.problems)
+    return checked.loaded, checked.plugins
+
+
+def _check(
+    source: str | Path,
+    overrides: Sequence[str],
+    site: Site | None,
+    needs_results: Mapping[str, Mapping[str, Any]] | None,
+    above: tuple[str, ...],
+) -> Checked:
+    loaded = read_recipe(source, overrides, needs_results=needs_results)
+    parts = find_parts(loaded)
+    found = list(parts.problems)
+    if loaded.validated is not None:
+        composition = Composition(loaded, loaded.validated, parts)
+        found += check_rules(composition)
+        found += _secrets(composition)
+        found += _hooks(composition)
+        if site is None:
+            site = "here" if loaded.validated.launcher.use == "local" else "none"
+        if site == "here":
+            from rollhook.recipe.site import check_site
+
+            found += check_site(composition)
+    problems = loaded.problems + [loaded.locate(problem) for problem in found]
+    problems += _needed(loaded, site, needs_results, (*above, loaded.name))
+    if site == "none":
+        problems = [problem for problem in problems if problem.scope != "site"]
+    return Checked(loaded, parts.plugins, parts.parts, list(dict.fromkeys(problems)), site or "none")
+
+
+def _needed(
+    loaded: Loaded, site: Site | None, results: Mapping[str, Any] | None, above: tuple[str, ...]
+) -> Iterator[Problem]:
+    """Yield what is wrong with the recipes under `needs` that have not run yet."""
+    needs = loaded.validated.needs if loaded.validated is not None else {}
+    for alias, need in needs.items():
+        key = f"needs.{alias}.recipe"
+        if alias in (results or {}) or any(each.key == key for each in loaded.problems):
+            continue
+        inner = read_recipe(need.recipe)
+        if inner.name in above:
+            chain = " -> ".join((*above, inner.name))
+            yield loaded.locate(Problem(key, f"goes round in a circle: {chain}"))
+            continue
+        yield from _check(need.recipe, need.overrides, site, None, above).problems
+
+
+def secret_fields(parts: Sequence[Part]) -> Iterator[tuple[str, Secret]]:
+    """Yield (key path, reference) of every secret among the components' keys."""
+    for part in parts:
+        if part.config is not None:
+            yield from _secrets_in(part.config, part.key)
+
+
+def _secrets_in(config: BaseModel, key: str) -> Iterator[tuple[str, Secret]]:
+    for name in type(config).model_fields:
+        value = getattr(config, name)
+        if isinstance(value, Secret):
+            yield f"{key}.{name}", value
+        elif isinstance(value, BaseModel):
+            yield from _secrets_in(value, f"{key}.{name}")
+
+
+def _secrets(composition: Composition) -> Iterator[Problem]:
+    """Yield the references whose scheme the launcher cannot carry to the node."""
+    launcher = composition.part("launcher")
+    if launcher is None or launcher.cls is None:
+        return
+    carried = launcher.cls.secret_schemes
+    found = [*secret_fields(composition.parts.parts)]
+    token = composition.recipe.gateway.token
+    if token is not None:
+        found.append(("gateway.token", token))
+    for key, secret in found:
+        if secret.scheme not in carried:
+            yield Problem(
+                key,
+                f"launcher {launcher.name} cannot carry {secret.scheme}: secrets",
+                allowed=f"schemes it carries: {', '.join(sorted(carried))}",
+            )
+
+
+def _hooks(composition: Composition) -> Iterator[Problem]:
+    """Yield what plugins have to say; one that fails is a problem itself."""
+    plugins = composition.parts.plugins
+    for implementation in plugins.manager.hook.rollhook_check.get_hookimpls():
+        owner = plugins.owner(implementation.plugin)
+        try:
+            function: Any = implementation.function
+            yield from function(composition.recipe) if implementation.argnames else function()
+        except Exception as error:  # noqa: BLE001 - whatever a plugin raises is reported as its fault
+            yield Problem("plugins", f"rollhook_check of {owner} fails with {type(error).__name__}: {error}")

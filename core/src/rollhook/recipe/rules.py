@@ -1,0 +1,332 @@
+"""What must hold between the parts of a recipe, whatever the machine. Each rule yields problems."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from rollhook.recipe.load import Loaded
+from rollhook.recipe.parts import Part, Parts
+from rollhook.recipe.problem import Problem
+from rollhook.recipe.schema import Recipe
+
+
+@dataclass
+class Composition:
+    """A recipe with its parts, as the rules see it."""
+
+    loaded: Loaded
+    recipe: Recipe
+    parts: Parts
+
+    def part(self, kind: str) -> Part | None:
+        """Return the first part of a kind, if it could be loaded."""
+        return next(iter(self.parts.of(kind)), None)
+
+    @property
+    def trains(self) -> bool:
+        """Whether the recipe has a trainer."""
+        return self.recipe.trainer is not None
+
+    @property
+    def trains_on_episodes(self) -> bool:
+        """Whether its trainer trains on episodes; assumed while its keys are wrong."""
+        part = self.part("trainer")
+        if part is None or part.cls is None or part.config is None:
+            return self.trains
+        return bool(part.cls.needs_rollouts(part.config))
+
+    @property
+    def rolls_out(self) -> bool:
+        """Whether episodes are run, to train on or to evaluate."""
+        return self.trains_on_episodes or bool(self.recipe.evaluation.every) or not self.trains
+
+    def says(self, key: str) -> bool:
+        """Return whether the recipe writes a key, or one below it."""
+        return any(each == key or each.startswith(f"{key}.") for each in self.loaded.origins)
+
+    def layer(self, key: str) -> int:
+        """Return the layer that gave a key (later wins); -1 for a default."""
+        found = [
+            layer for each, layer in self.loaded.layers.items() if each == key or each.startswith(f"{key}.")
+        ]
+        return max(found, default=-1)
+
+
+def check_rules(composition: Composition) -> list[Problem]:
+    """Apply every rule."""
+    return [problem for rule in _RULES for problem in rule(composition)]
+
+
+def missing_parts(c: Composition) -> Iterator[Problem]:
+    """Parts that others need."""
+    r = c.recipe
+    if c.trains and r.model is None:
+        yield Problem(
+            "model",
+            "is missing: a trainer needs a policy",
+            hint="set model.path, or model.init for a fresh one",
+        )
+    if r.trainer is None and not r.environment:
+        yield Problem("trainer", "is missing, and so is environment: this recipe does nothing")
+    if c.trains_on_episodes and not r.environment:
+        yield Problem("environment", f"is missing: trainer {_use(r.trainer)} trains on episodes")
+    if r.environment and r.agent is None and c.rolls_out:
+        yield Problem("agent", "is missing: an environment needs an agent", hint="for example agent: shell")
+    agent = c.part("agent")
+    if agent and agent.cls and agent.cls.needs_policy and r.engine is None and c.rolls_out:
+        yield Problem("engine", f"is missing: agent {agent.name} asks a policy")
+    if agent and agent.cls and agent.cls.needs_sandbox and r.sandbox is None and c.rolls_out:
+        yield Problem(
+            "sandbox", f"is missing: agent {agent.name} works in one", hint="for example sandbox: local"
+        )
+    if r.evaluation.every and c.trains and not r.environment:
+        yield Problem("evaluation.every", "evaluates on an environment, and there is none")
+
+
+def no_effect(c: Composition) -> Iterator[Problem]:
+    """Keys that nothing reads under the chosen parts.
+
+    A key counts only if it was not given before the choice: what a shipped recipe says may be switched
+    off by an override.
+    """
+    r = c.recipe
+    if c.trains and not c.trains_on_episodes:
+        keys = ["group_size", "batch_groups", "submission", "max_staleness", "buffer_groups", "refill_limit"]
+        keys += ["drop_zero_variance", "draw", "draw_floor", "permute_rewards"]
+        chosen = c.layer("trainer")
+        yield from _idle(
+            c,
+            [f"rollout.{key}" for key in keys] + ["outcomes"],
+            chosen,
+            f"trainer {_use(r.trainer)} brings its own data",
+        )
+        if not r.evaluation.every:
+            rest = [
+                "environment",
+                "agent",
+                "sandbox",
+                "router",
+                "engine",
+                "budgets",
+                "rollout.max_concurrent",
+            ]
+            yield from _idle(c, [*rest, "rollout.workers", "rollout.sampling"], chosen, "no episode is run")
+    if not c.trains:
+        keys = ["steps", "checkpoint.every", "checkpoint.keep", "rollout.permute_rewards", "evaluation.every"]
+        yield from _idle(c, keys, c.layer("trainer"), "there is no trainer")
+    if r.rollout.draw == "uniform":
+        yield from _idle(c, ["rollout.draw_floor"], c.layer("rollout.draw"), "rollout.draw is uniform")
+    if c.trains and not r.evaluation.every:
+        keys = [f"evaluation.{key}" for key in ("split", "episodes", "samples", "greedy", "first")]
+        yield from _idle(c, keys, c.layer("evaluation.every"), "evaluation.every is 0")
+    if len(r.environment) == 1:
+        yield from _idle(c, ["environment.weight"], -1, "there is one environment")
+    if r.evaluation.episodes is not None:
+        yield from _idle(
+            c, ["evaluation.samples"], c.layer("evaluation.episodes"), "evaluation.episodes is given"
+        )
+    agent = c.part("agent")
+    if agent and agent.cls and not agent.cls.needs_policy and not c.trains:
+        yield from _idle(c, ["engine", "router"], c.layer("agent"), f"agent {agent.name} asks no policy")
+
+
+def training(c: Composition) -> Iterator[Problem]:
+    """What may not train."""
+    if not c.trains_on_episodes:
+        return
+    r = c.recipe
+    agent, engine = c.part("agent"), c.part("engine")
+    if engine and engine.cls and not engine.cls.gives_tokens:
+        yield Problem(
+            "engine.use",
+            f"{engine.name} gives no token ids and log-probabilities, so nothing can be trained on it",
+        )
+    if agent and agent.cls and agent.cls.needs_solution:
+        yield Problem("agent.use", f"{agent.name} uses the reference solution, so it may not train")
+    elif agent and agent.cls and not agent.cls.needs_policy:
+        yield Problem("agent.use", f"{agent.name} asks no policy, so there is nothing to train on")
+    if r.rollout.group_size == 1 and r.rollout.drop_zero_variance:
+        yield Problem(
+            "rollout.group_size",
+            "1 leaves every group without variance, and rollout.drop_zero_variance drops these",
+        )
+    elif r.rollout.sampling.temperature == 0 and r.rollout.group_size > 1:
+        yield Problem(
+            "rollout.sampling.temperature", "0 makes all episodes of a group alike, so nothing is learnt"
+        )
+
+
+def numbers(c: Composition) -> Iterator[Problem]:
+    """Sizes that do not fit together."""
+    rollout = c.recipe.rollout
+    if rollout.workers > 1:
+        yield Problem(
+            "rollout.workers",
+            f"{rollout.workers} is too many: one rollout worker process is what this version runs",
+            allowed="allowed: 1",
+        )
+    if rollout.buffer_groups is not None and rollout.buffer_groups < rollout.batch_groups:
+        yield Problem(
+            "rollout.buffer_groups",
+            f"{rollout.buffer_groups} is less than rollout.batch_groups, {rollout.batch_groups}: "
+            "a batch would never be full",
+        )
+    if rollout.submission == "group" and rollout.max_concurrent < rollout.group_size:
+        yield Problem(
+            "rollout.max_concurrent",
+            f"{rollout.max_concurrent} is less than rollout.group_size, {rollout.group_size}: "
+            "with submission group nothing could start",
+        )
+    sandbox = c.recipe.sandbox
+    if sandbox and sandbox.warm > rollout.max_concurrent:
+        yield Problem(
+            "sandbox.warm",
+            f"{sandbox.warm} is more than the {rollout.max_concurrent} episodes of rollout.max_concurrent, "
+            "so some are never used",
+        )
+
+
+def budgets(c: Composition) -> Iterator[Problem]:
+    """A child's limit is at most its parent's; the lifetime reserves every child and the slack."""
+    b = c.recipe.budgets
+    tree = [
+        ("create", "episode"),
+        ("setup", "episode"),
+        ("agent", "episode"),
+        ("verify", "episode"),
+        ("teardown", "episode"),
+    ]
+    tree += [("turn", "agent"), ("command", "turn"), ("episode", "lifetime")]
+    if b.turn is None:
+        tree.append(("command", "agent"))
+    for child, parent in tree:
+        low, high = getattr(b, child), getattr(b, parent)
+        if low is not None and high is not None and low > high:
+            yield Problem(
+                f"budgets.{child}",
+                f"{low:g} s is more than budgets.{parent}, {high:g} s",
+                allowed="a part's limit is at most that of the whole",
+            )
+    nodes = [(node, getattr(b, node)) for node in ("create", "setup", "agent", "verify", "teardown")]
+    said = [(node, value) for node, value in nodes if value is not None]
+    least = sum(value for _, value in said) + b.slack
+    if b.lifetime is not None and b.lifetime < least:
+        terms = " + ".join([*(node for node, _ in said), "slack"])
+        yield Problem("budgets.lifetime", f"{b.lifetime:g} s is less than {terms}, {least:g} s")
+    if b.reply_tokens > b.max_seq_len:
+        key = "budgets.reply_tokens" if c.says("budgets.reply_tokens") else "budgets.max_seq_len"
+        yield Problem(
+            key,
+            f"one reply may have {b.reply_tokens} tokens, a whole session only {b.max_seq_len}",
+            hint="lower budgets.reply_tokens or raise budgets.max_seq_len",
+        )
+    length = c.recipe.model.context_length if c.recipe.model else None
+    if length is not None and b.max_seq_len > length:
+        key = "budgets.max_seq_len" if c.says("budgets.max_seq_len") else "model.context_length"
+        yield Problem(
+            key,
+            f"a session may have {b.max_seq_len} tokens, the model's context only {length}",
+            hint="lower budgets.max_seq_len",
+        )
+
+
+def model(c: Composition) -> Iterator[Problem]:
+    """Where the weights come from."""
+    m = c.recipe.model
+    if m is None:
+        return
+    load_from = c.recipe.checkpoint.load_from
+    if m.path is not None and m.init is not None:
+        yield Problem(
+            "model.init",
+            "cannot be given beside model.path: weights are loaded or made",
+            hint="delete one: ~model.init or ~model.path",
+        )
+    elif m.path is None and m.init is None and load_from is None:
+        yield Problem("model", "says neither where weights are (path) nor how to make them (init)")
+    trainer = c.part("trainer")
+    if m.init is not None and m.path is None and trainer and trainer.cls and not trainer.cls.can_initialise:
+        yield Problem(
+            "model.init", f"trainer {trainer.name} cannot make fresh weights", hint="set model.path"
+        )
+    if m.init is not None and m.tokenizer is None and load_from is None:
+        yield Problem(
+            "model.tokenizer",
+            "is missing: fresh weights have no tokenizer",
+            allowed="a path or name, or {train: CORPUS}",
+        )
+    if m.path is not None and m.tokenizer is not None and not isinstance(m.tokenizer, str):
+        yield Problem(
+            "model.tokenizer",
+            "cannot be trained for weights that exist: they have theirs",
+            hint="delete it: ~model.tokenizer",
+        )
+
+
+def gateway(c: Composition) -> Iterator[Problem]:
+    """Who may reach the sessions."""
+    bind, key = c.recipe.gateway.bind, "gateway.bind"
+    host = bind.rpartition(":")[0].strip("[]") if bind.count(":") == 1 or bind.startswith("[") else bind
+    try:
+        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        yield Problem(
+            key,
+            f"{bind!r} is not an IP address",
+            allowed="for example 127.0.0.1, or 0.0.0.0 for all interfaces",
+        )
+        return
+    if not loopback and c.recipe.gateway.token is None:
+        yield Problem(
+            key,
+            f"{bind} can be reached from elsewhere, so gateway.token is needed",
+            hint="set gateway.token=env:NAME",
+        )
+    url = c.recipe.gateway.public_url
+    if url is not None and not url.startswith(("http://", "https://")):
+        yield Problem("gateway.public_url", f"{url!r} is not a URL", allowed="http://... or https://...")
+
+
+def lists(c: Composition) -> Iterator[Problem]:
+    """Names given twice in a list."""
+    for key, names in (
+        ("trackers", [each.use for each in c.recipe.trackers]),
+        ("plugins", list(c.recipe.plugins)),
+        ("router.use", c.recipe.router.use.split("+")),
+    ):
+        for name in dict.fromkeys(name for name in names if names.count(name) > 1):
+            yield Problem(key, f"names {name!r} twice")
+
+
+def sandbox_isolation(c: Composition) -> Iterator[Problem]:
+    """Trained episodes are isolated from the host."""
+    part = c.part("sandbox")
+    if part and part.cls and part.cls.unsafe and c.trains_on_episodes:
+        yield Problem(
+            "sandbox.use", f"{part.name} does not isolate episodes from this machine, so it may not train"
+        )
+
+
+def _idle(c: Composition, keys: list[str], chosen: int, reason: str) -> Iterator[Problem]:
+    for key in keys:
+        if c.says(key) and c.layer(key) >= chosen:
+            yield Problem(key, f"has no effect: {reason}", hint=f"delete it: ~{key}")
+
+
+def _use(use: object) -> str:
+    return str(getattr(use, "use", ""))
+
+
+_RULES: list[Callable[[Composition], Iterator[Problem]]] = [
+    missing_parts,
+    no_effect,
+    training,
+    numbers,
+    budgets,
+    model,
+    gateway,
+    lists,
+    sandbox_isolation,
+]

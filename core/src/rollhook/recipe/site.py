@@ -1,0 +1,185 @@
+"""What this machine has or lacks for a recipe: files, secrets, room and tasks; problems of scope `site`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rollhook import budgets
+from rollhook.component import BuildContext
+from rollhook.environment import Environment, Task
+from rollhook.errors import RollhookError
+from rollhook.packs import PREFIX
+from rollhook.recipe.parts import Part
+from rollhook.recipe.problem import Problem
+from rollhook.recipe.rules import Composition
+from rollhook.secrets import Secret, resolve_secret
+
+#: below this a run's checkpoints and episodes are likely to fill the disk
+_LEAST_FREE = 2 * 1024**3
+
+
+def check_site(composition: Composition) -> Iterator[Problem]:
+    """Yield what is wrong here."""
+    yield from _files(composition)
+    yield from _storage(composition)
+    yield from _secrets(composition)
+    yield from _tasks(composition)
+
+
+def _site(key: str, message: str, hint: str = "") -> Problem:
+    return Problem(key, message, hint=hint, scope="site")
+
+
+def _files(c: Composition) -> Iterator[Problem]:
+    model = c.recipe.model
+    named = {"checkpoint.load_from": c.recipe.checkpoint.load_from}
+    if model is not None:
+        named |= {"model.path": model.path, "model.chat_template": model.chat_template}
+        tokenizer = model.tokenizer
+        named |= {"model.tokenizer": tokenizer} if isinstance(tokenizer, str) else {}
+        named |= (
+            {"model.tokenizer.train": tokenizer.train} if tokenizer and not isinstance(tokenizer, str) else {}
+        )
+    for key, name in named.items():
+        if name is None or name.startswith((PREFIX, "needs:")) or key in c.loaded.unresolved:
+            continue
+        if _is_hub_name(key, name) or Path(name).expanduser().exists():
+            continue
+        yield _site(key, f"{name!r} does not exist here")
+
+
+def _is_hub_name(key: str, name: str) -> bool:
+    """`owner/name` is a model of the hub, not a path, unless it is written like one."""
+    return (
+        key in {"model.path", "model.tokenizer"}
+        and not name.startswith(("/", ".", "~"))
+        and name.count("/") <= 1
+    )
+
+
+def _storage(c: Composition) -> Iterator[Problem]:
+    root = Path(c.recipe.storage.root).expanduser().absolute()
+    there = next(path for path in (root, *root.parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        yield _site(
+            "storage.root",
+            f"{str(root)!r} cannot be written: {there} is not a directory that you may write to",
+        )
+    elif shutil.disk_usage(there).free < _LEAST_FREE:
+        free = shutil.disk_usage(there).free / 1024**3
+        yield _site(
+            "storage.root",
+            f"{str(root)!r} has {free:.1f} GiB left",
+            "make room, or set storage.root elsewhere",
+        )
+
+
+def _secrets(c: Composition) -> Iterator[Problem]:
+    from rollhook.recipe.check import secret_fields
+
+    found: list[tuple[str, Secret]] = [*secret_fields(c.parts.parts)]
+    if c.recipe.gateway.token is not None:
+        found.append(("gateway.token", c.recipe.gateway.token))
+    for key, secret in found:
+        reason = secret.absent()
+        if reason:
+            yield _site(key, reason)
+
+
+def _tasks(c: Composition) -> Iterator[Problem]:
+    """Build sandbox and environments (no I/O), let these say what they miss, and read the tasks' limits."""
+    with tempfile.TemporaryDirectory(prefix="rollhook-check-") as scratch:
+        capabilities = _capabilities(c, Path(scratch))
+        for part, use in zip(c.parts.of("environment"), c.recipe.environment, strict=False):
+            splits = {f"{part.key}.split": use.split}
+            if c.recipe.evaluation.every:
+                splits["evaluation.split"] = c.recipe.evaluation.split
+            yield from _environment(c, part, splits, capabilities, Path(scratch))
+
+
+def _capabilities(c: Composition, scratch: Path) -> frozenset[str] | None:
+    part = c.part("sandbox")
+    built = _build(c, part, scratch) if part else None
+    return built.capabilities if built is not None and not isinstance(built, Problem) else None
+
+
+def _environment(
+    c: Composition,
+    part: Part,
+    splits: Mapping[str, str],
+    capabilities: frozenset[str] | None,
+    scratch: Path,
+) -> Iterator[Problem]:
+    environment: Environment | Problem | None = _build(c, part, scratch)
+    if environment is None or isinstance(environment, Problem):
+        yield from [environment] if environment else []
+        return
+    if capabilities is not None:
+        for reason in environment.problems(capabilities):
+            yield Problem(part.key, f"{part.name} does not fit this sandbox: {reason}")
+    for key, split in splits.items():
+        try:
+            tasks = environment.tasks(split)
+        except (RollhookError, OSError) as error:
+            yield _site(key, str(error))
+            continue
+        yield from _split(c, key, split, tasks)
+
+
+def _split(c: Composition, key: str, split: str, tasks: Sequence[Task]) -> Iterator[Problem]:
+    usable = [task for task in tasks if task.problem is None]
+    if not usable:
+        reason = next((f"; the first: {task.problem}" for task in tasks), "")
+        yield _site(key, f"split {split!r} has no task that can run{reason}")
+        return
+    for node in ("create", "setup", "agent", "verify"):
+        cap = getattr(c.recipe.budgets, node)
+        over = [task for task in usable if cap is not None and task.limits.get(node, 0) > cap]
+        if over:
+            most = max(task.limits[node] for task in over)
+            yield _site(
+                f"budgets.{node}",
+                f"{cap:g} s is less than {len(over)} of {len(usable)} tasks of split {split!r} ask for "
+                f"(up to {most:g} s, {over[0].id})",
+                f"raise it: budgets.{node}={most:g}",
+            )
+    lifetime = c.recipe.budgets.lifetime
+    if lifetime is not None:
+        needed = max(_lifetime(c, task) for task in usable)
+        if lifetime < needed:
+            yield _site(
+                "budgets.lifetime", f"{lifetime:g} s is less than tasks of split {split!r} need, {needed:g} s"
+            )
+
+
+def _lifetime(c: Composition, task: Task) -> float:
+    limits = budgets.resolve(c.recipe.budgets, task.limits)
+    parts = limits.create + limits.setup + limits.agent + limits.verify + limits.teardown
+    return parts + c.recipe.budgets.slack
+
+
+def _build(c: Composition, part: Part, scratch: Path) -> Any:
+    """Return the component, None if its keys are wrong, or a problem if it cannot be built here."""
+    if part.config is None or part.cls is None:
+        return None
+    context = BuildContext(
+        logger=logging.getLogger(f"rollhook.{part.key}"),
+        scratch=scratch,
+        cache=_cache(),
+        secret=resolve_secret,
+    )
+    try:
+        return c.parts.plugins.build(part.kind, part.name, part.keys, context, part.key)
+    except (RollhookError, ImportError, OSError) as error:
+        return _site(f"{part.key}.use", f"{part.name} cannot be built here: {' '.join(str(error).split())}")
+
+
+def _cache() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "rollhook"
