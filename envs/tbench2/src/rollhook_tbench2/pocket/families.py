@@ -96,6 +96,7 @@ def _create(args: Args, stream: Stream) -> Work:
         f"echo {word} > {file}",
         (f"echo {word}", f"touch {file}", f"mkdir {file}"),
         (_holds(file, word),),
+        shown=(0, word),
     )
 
 
