@@ -166,13 +166,13 @@ class Remote:
         self.log = log
         self._actor = actor
 
-    async def call(self, method: str, *args: Any) -> Any:
+    async def call(self, method: str, *args: Any, **keys: Any) -> Any:
         """Call a method and return its result.
 
         A RollhookError raised there is raised here with its class and text; anything else becomes one
         sentence that names the object, the method and the log. So does the death of the process.
         """
-        return await self._ask("call", method, args)
+        return await self._ask("call", method, args, keys)
 
     async def stop(self) -> None:
         """End the process at once; safe to call twice."""
@@ -190,8 +190,8 @@ class Remote:
         try:
             reply = await asyncio.wrap_future(reference.future())
         except ray.exceptions.RayActorError as error:
-            raise ProcessDied(
-                f"the process of {self.name} died; the end of its log {self.log}: {tail(self.log) or 'nothing'}"
+            raise ProcessDiedError(
+                f"the process of {self.name} died; its log {self.log} ends: {tail(self.log) or 'nothing'}"
             ) from error
         if isinstance(reply, _Failure):
             raise reply.to_error(self.log)
@@ -205,7 +205,7 @@ class Remote:
             logger.debug("%s did not end in good order: %s", self.name, error)
 
 
-class ProcessDied(RollhookError):
+class ProcessDiedError(RollhookError):
     """The process behind a Remote is gone."""
 
     boundary = "cluster"
@@ -269,7 +269,7 @@ class RemoteProcess:
             return False
         try:
             return bool(await self._remote.call("alive"))
-        except ProcessDied:
+        except ProcessDiedError:
             return False
 
     async def pid(self) -> int:
@@ -292,7 +292,7 @@ class ChildProcess:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=_die_with_parent,  # noqa: PLW1509 - the kernel offers no other way
             )
 
     def pid(self) -> int:
@@ -331,8 +331,8 @@ class _Resident:
         os.environ.update(env)
         return self._guard("construct", lambda: self._construct(target, args))
 
-    def call(self, method: str, args: Sequence[Any]) -> Any:
-        return self._guard(method, lambda: getattr(self._object, method)(*args))
+    def call(self, method: str, args: Sequence[Any], keys: Mapping[str, Any]) -> Any:
+        return self._guard(method, lambda: getattr(self._object, method)(*args, **keys))
 
     def release(self) -> Any:
         close = getattr(self._object, "close", None)
@@ -363,7 +363,7 @@ class _Failure:
         if isinstance(error, RollhookError):
             try:
                 payload = pickle.dumps(error)
-                pickle.loads(payload)
+                pickle.loads(payload)  # noqa: S301 - our own
                 return cls(str(error), payload)
             except Exception:  # noqa: BLE001 - the text is kept
                 return cls(str(error), None)
@@ -371,7 +371,7 @@ class _Failure:
 
     def to_error(self, log: Path) -> RollhookError:
         if self.error is not None:
-            error = pickle.loads(self.error)
+            error = pickle.loads(self.error)  # noqa: S301 - from our own actor
             assert isinstance(error, RollhookError)
             return error
         return RollhookError(f"{self.text}; the traceback is in {log}")
@@ -417,7 +417,7 @@ def _set_environment(temp: Path) -> dict[str, str | None]:
 def _refresh_settings() -> None:
     """Let a Ray that was imported earlier see the environment and the token of this start."""
     try:
-        from ray._raylet import AuthenticationTokenLoader, Config
+        from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
     except ImportError:  # a Ray without authentication
         return
     Config.initialize("")
