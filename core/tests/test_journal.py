@@ -159,7 +159,7 @@ async def test_durable_means_fsynced_and_a_group_shares_one(tmp_path: Path) -> N
 
 async def test_a_cancelled_waiter_does_not_harm_the_others(tmp_path: Path) -> None:
     gate = threading.Semaphore(0)
-    journal = Journal(tmp_path / "journal.jsonl", fsync=lambda fd: gate.acquire() and None)
+    journal = Journal(tmp_path / "journal.jsonl", fsync=lambda _: gate.acquire() and None)
     tasks = [asyncio.create_task(journal.append_durable("lease", nonce=str(n))) for n in range(2)]
     await asyncio.sleep(0)
     tasks[0].cancel()

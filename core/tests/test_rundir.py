@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from rollhook import rundir
 from rollhook.errors import RunError
-from rollhook.heartbeat import Heartbeat, moves, read_counter
+from rollhook.heartbeat import Heartbeat, moving, read_counter
 from rollhook.rundir import RunDir
 
 
@@ -158,7 +158,7 @@ def test_the_wall_clock_has_no_say(tmp_path: Path) -> None:
         os.utime(beat, (1, 1))
 
     time = Time(tick)
-    assert moves(beat, clock=time.clock, sleep=time.sleep)
+    assert moving([beat], clock=time.clock, sleep=time.sleep)
 
 
 def test_a_dead_process_of_this_machine_needs_no_wait(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_a_crash_while_claiming_does_not_block_the_run(tmp_path: Path) -> None:
 def test_of_two_claims_at_once_one_wins(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path, "demo")
     silent_attempt(run)
-    others = []
+    others: list[rundir.Attempt] = []
 
     def rival() -> None:
         if not others:
@@ -230,12 +230,12 @@ def test_a_read_only_directory_is_said_clearly(tmp_path: Path) -> None:
 def test_a_heartbeat_beats_and_stops(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     heartbeat = Heartbeat(tmp_path / "heartbeat", interval=0.01)
     heartbeat.start()
-    assert moves(tmp_path / "heartbeat", sleep=lambda _: None)
+    assert moving([tmp_path / "heartbeat"], sleep=lambda _: None)
     heartbeat.stop()
     heartbeat.stop()
     count = read_counter(tmp_path / "heartbeat")
     time = Time()
-    assert not moves(tmp_path / "heartbeat", clock=time.clock, sleep=time.sleep)
+    assert not moving([tmp_path / "heartbeat"], clock=time.clock, sleep=time.sleep)
     assert read_counter(tmp_path / "heartbeat") == count
     lost = Heartbeat(tmp_path / "absent" / "heartbeat")
     lost.beat()

@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -75,20 +75,20 @@ def read_counter(path: Path) -> int | None:
         return None
 
 
-def moves(
-    path: Path,
+def moving(
+    paths: Iterable[Path],
     *,
     stale: float = STALE,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
-) -> bool:
-    """Watch a heartbeat: True as soon as its counter moves, False once it stood still for `stale` seconds.
+) -> set[Path]:
+    """Watch heartbeats and return those whose counter moved before it had stood still for `stale` seconds.
 
-    Blocks for up to `stale` seconds: call it off the event loop.
+    Returns as soon as all have moved, else blocks for `stale` seconds: call it off the event loop.
     """
-    first, started = read_counter(path), clock()
-    while clock() - started < stale:
+    first, started = {path: read_counter(path) for path in paths}, clock()
+    moved: set[Path] = set()
+    while len(moved) < len(first) and clock() - started < stale:
         sleep(0.25)
-        if read_counter(path) != first:
-            return True
-    return False
+        moved |= {path for path, count in first.items() if read_counter(path) != count}
+    return moved

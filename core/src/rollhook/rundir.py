@@ -25,7 +25,7 @@ import orjson
 
 from rollhook.durable import cannot_write, fsync_directory, to_json, write_all, write_atomic
 from rollhook.errors import RunError
-from rollhook.heartbeat import INTERVAL, STALE, Heartbeat, moves
+from rollhook.heartbeat import INTERVAL, STALE, Heartbeat, moving
 from rollhook.journal import Journal
 
 logger = logging.getLogger(__name__)
@@ -211,9 +211,9 @@ class RunDir:
         clock: Callable[[], float],
         sleep: Callable[[float], None],
     ) -> bool:
-        return not attempt.surely_dead() and moves(
-            attempt.heartbeat_path, stale=stale, clock=clock, sleep=sleep
-        )
+        if attempt.surely_dead():
+            return False
+        return bool(moving([attempt.heartbeat_path], stale=stale, clock=clock, sleep=sleep))
 
 
 class Attempt:

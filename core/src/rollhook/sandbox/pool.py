@@ -14,33 +14,16 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rollhook.durable import to_json
 from rollhook.errors import BudgetExceeded, RollhookError, SandboxError
 from rollhook.sandbox.backend import RawSandbox, SandboxBackend, SandboxSpec
-from rollhook.sandbox.lease import PREFIX, Lease, LeaseJournal
-
-if TYPE_CHECKING:
-    from rollhook.sandbox.sandbox import Sandbox
+from rollhook.sandbox.deletions import Backoff, Deletions, PoolTimes
+from rollhook.sandbox.lease import Lease, LeaseJournal
+from rollhook.sandbox.sandbox import Sandbox
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class PoolTimes:
-    """The pool's own times, in seconds."""
-
-    backoff_first: float = 0.5
-    backoff_most: float = 30.0
-    #: between two touches of a sandbox whose backend needs them
-    keepalive: float = 60.0
-    #: how long an abandoned create may take until it is cancelled
-    abandoned_create: float = 300.0
-    #: how long deleting is retried before it is given up with an error in the log
-    delete: float = 120.0
-    #: how long a sandbox that was created ahead may wait for its episode
-    warm: float = 600.0
 
 
 @dataclass(eq=False)
@@ -72,7 +55,7 @@ class SandboxPool:
     `warm` sandboxes are kept created ahead for the spec that was asked for last.
     """
 
-    def __init__(  # noqa: PLR0913 - the last six are for tests
+    def __init__(  # noqa: PLR0913 - the last five are for tests
         self,
         backend: SandboxBackend,
         *,
@@ -87,7 +70,6 @@ class SandboxPool:
         wall: Callable[[], float] = time.time,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         rng: random.Random | None = None,
-        sandbox: Callable[..., Sandbox] | None = None,
     ) -> None:
         self._backend = backend
         self._run_id = run_id
@@ -100,8 +82,8 @@ class SandboxPool:
         self._clock = clock
         self._wall = wall
         self._sleep = sleep
-        self._rng = rng or random.Random()  # noqa: S311 - jitter
-        self._sandbox = sandbox or _sandbox_class()
+        self._backoff = Backoff(self._times, rng or random.Random())  # noqa: S311 - jitter
+        self._deletions = Deletions(backend, journal, self._times, self._backoff, clock, sleep)
         self._live: dict[str, _Live] = {}
         self._warm: dict[bytes, deque[_Live]] = {}
         self._warming = 0
@@ -173,9 +155,9 @@ class SandboxPool:
             "sandbox/creates": float(counts["creates"]),
             "sandbox/create_retries": float(counts["retries"]),
             "sandbox/create_failures": float(counts["failures"]),
-            "sandbox/deletes": float(counts["deletes"]),
-            "sandbox/delete_retries": float(counts["delete_retries"]),
-            "sandbox/leaked": float(counts["leaked"]),
+            "sandbox/deletes": float(self._deletions.done),
+            "sandbox/delete_retries": float(self._deletions.retries),
+            "sandbox/leaked": float(self._deletions.leaked),
             "sandbox/seconds": seconds["alive"] + sum(now - live.created for live in alive),
             "sandbox/create_seconds_mean": seconds["create"] / max(1, counts["creates"]),
             "sandbox/wait_seconds_mean": seconds["wait"] / max(1, counts["acquired"]),
@@ -234,8 +216,8 @@ class SandboxPool:
         )
         labelled = dataclasses.replace(spec, labels={**spec.labels, **lease.labels()})
         state = _Try(lease)
-        await self._journal.append_durable("lease", **lease.data())
         try:
+            await self._journal.append_durable("lease", **lease.data())
             raw = await self._try_until_made(labelled, state)
             created = self._clock()
             self._journal.append("lease_created", nonce=lease.nonce, sandbox_id=raw.id)
@@ -245,7 +227,7 @@ class SandboxPool:
         live = _Live(
             lease,
             raw,
-            self._sandbox(raw, capabilities=self._backend.capabilities),
+            Sandbox(raw, capabilities=self._backend.capabilities),
             created,
             strays=state.tries > 1,
         )
@@ -275,12 +257,6 @@ class SandboxPool:
                 return raw
             self._counts["retries"] += 1
             await self._sleep(pause)
-
-    def _backoff(self, tries: int, error: Exception | None) -> float:
-        """Return the seconds before the next try: doubling, jittered, at least what the provider asks."""
-        longest = min(self._times.backoff_first * 2.0 ** (tries - 1), self._times.backoff_most)
-        asked = getattr(error, "retry_after", None)
-        return max(self._rng.uniform(longest / 2, longest), float(asked or 0.0))
 
     def _spawn_maker(self, making: Coroutine[Any, Any, _Live]) -> asyncio.Task[_Live]:
         maker = asyncio.create_task(making)
@@ -358,7 +334,7 @@ class SandboxPool:
             except Exception as error:  # noqa: BLE001 - nobody waits for it; what it left is swept
                 logger.info("an abandoned create failed: %s", error)
         strays = state.tries > 1 or (state.tries == 1 and raw is None)
-        await self._delete(state.lease, raw.id if raw else None, strays)
+        await self._deletions.delete(state.lease, raw.id if raw else None, strays)
 
     async def _retire(self, live: _Live, tried: asyncio.Event | None = None) -> None:
         try:
@@ -367,61 +343,11 @@ class SandboxPool:
                     await live.sandbox.close()
             except Exception as error:  # noqa: BLE001 - it is deleted all the same
                 logger.info("sandbox %s did not close: %s", live.raw.id, error)
-            await self._delete(live.lease, live.raw.id, live.strays, tried)
+            await self._deletions.delete(live.lease, live.raw.id, live.strays, tried)
             self._seconds["alive"] += self._clock() - live.created
         finally:
             if tried is not None:
                 tried.set()
-
-    async def _delete(
-        self, lease: Lease, sandbox_id: str | None, strays: bool, tried: asyncio.Event | None = None
-    ) -> None:
-        """Delete a lease's sandbox, and others under its nonce if there may be any, within a deadline."""
-        deadline = self._clock() + self._times.delete
-        for tries in itertools.count(1):
-            try:
-                async with asyncio.timeout(self._times.delete):
-                    await self._delete_once(lease, sandbox_id, strays)
-                self._note("lease_released", nonce=lease.nonce, sandbox_id=sandbox_id)
-                return
-            except Exception as error:  # noqa: BLE001 - retried, then reported
-                if tried is not None:
-                    tried.set()
-                if self._clock() >= deadline:
-                    self._give_up(lease, sandbox_id, error)
-                    return
-                self._counts["delete_retries"] += 1
-                await self._sleep(self._backoff(tries, error))
-
-    async def _delete_once(self, lease: Lease, sandbox_id: str | None, strays: bool) -> None:
-        if sandbox_id is not None:
-            await self._backend.delete(sandbox_id)
-            self._counts["deletes"] += 1
-        if strays:
-            for info in await self._backend.list({PREFIX + "nonce": lease.nonce}):
-                if info.id != sandbox_id:
-                    logger.info("deleting sandbox %s, left by a failed create", info.id)
-                    await self._backend.delete(info.id)
-
-    def _give_up(self, lease: Lease, sandbox_id: str | None, error: Exception) -> None:
-        self._counts["leaked"] += 1
-        logger.error(
-            "sandbox %s of run %s could not be deleted for %g s (%s: %s); it may still cost money; "
-            "`rollhook sandboxes reap %s` deletes it once the run has ended",
-            sandbox_id or f"with nonce {lease.nonce}",
-            lease.run_id,
-            self._times.delete,
-            type(error).__name__,
-            error,
-            lease.run_id,
-        )
-        self._note("lease_lost", nonce=lease.nonce, sandbox_id=sandbox_id, error=str(error)[:500])
-
-    def _note(self, event: str, **data: Any) -> None:
-        try:
-            self._journal.append(event, **data)
-        except RollhookError as error:
-            logger.warning("%s of %s is not in the journal: %s", event, data.get("sandbox_id"), error)
 
     def _chore(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -447,10 +373,4 @@ def _being_cancelled() -> bool:
 
 
 def _key(spec: SandboxSpec) -> bytes:
-    return to_json({**dataclasses.asdict(spec), "labels": None})
-
-
-def _sandbox_class() -> Callable[..., Sandbox]:
-    from rollhook.sandbox.sandbox import Sandbox
-
-    return Sandbox
+    return to_json({**vars(spec), "env": dict(spec.env), "labels": None})

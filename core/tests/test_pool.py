@@ -1,0 +1,416 @@
+"""The sandbox pool: throttle, retries, leases before requests, and nothing left behind whatever happens."""
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollhook.errors import BudgetExceeded, RunError, SandboxError
+from rollhook.sandbox.backend import SandboxSpec
+from rollhook.sandbox.deletions import PoolTimes
+from rollhook.sandbox.lease import Lease
+from rollhook.sandbox.pool import SandboxPool
+from rollhook.testing.scripted import (
+    FakeTime,
+    ListJournal,
+    NeedyRaw,
+    ScriptedBackend,
+    ThrottledError,
+    settle,
+)
+
+SPEC = SandboxSpec(lifetime_seconds=100.0)
+
+
+class Bench:
+    """A pool with everything around it scripted."""
+
+    def __init__(self, **options: Any) -> None:
+        self.backend = ScriptedBackend()
+        self.journal = ListJournal()
+        self.time = FakeTime()
+        options.setdefault("sleep", self.time.sleep)
+        self.pool = SandboxPool(
+            self.backend,
+            run_id="demo",
+            attempt=2,
+            journal=self.journal,
+            clock=self.time.clock,
+            wall=lambda: 5000.0,
+            rng=random.Random(1),
+            **options,
+        )
+
+    def start(self, episode: str = "e1", spec: SandboxSpec = SPEC) -> asyncio.Task[Any]:
+        return asyncio.create_task(self.pool.acquire(spec, episode_id=episode, timeout=None))
+
+    async def close(self) -> None:
+        """Close the pool; nothing is left, and every lease that was opened is released."""
+        await self.pool.aclose()
+        assert self.backend.live == {}
+        opened = [data["nonce"] for event, data in self.journal.entries if event == "lease"]
+        released = [data["nonce"] for event, data in self.journal.entries if event == "lease_released"]
+        assert sorted(opened) == sorted(released)
+
+
+def fail(error: Exception) -> Callable[[SandboxSpec], None]:
+    def step(spec: SandboxSpec) -> None:
+        raise error
+
+    return step
+
+
+def hold(gate: asyncio.Event) -> Callable[[SandboxSpec], Awaitable[object]]:
+    return lambda spec: gate.wait()
+
+
+async def test_a_sandbox_is_made_leased_and_deleted() -> None:
+    bench = Bench()
+    sandbox = await bench.pool.acquire(SPEC, episode_id="e1", box="main", timeout=9.0)
+    lease = Lease.from_labels(bench.backend.specs[0].labels)
+    assert lease is not None
+    assert (lease.run_id, lease.attempt, lease.episode, lease.box) == ("demo", 2, "e1", "main")
+    assert lease.expiry == 5000.0 + 100.0 + 300.0
+    assert bench.pool.stats()["sandbox/live"] == 1
+    await bench.pool.release(sandbox)
+    await bench.pool.release(sandbox)
+    assert bench.backend.deleted == [sandbox.id]
+    assert bench.journal.events(lease.nonce) == ["lease", "lease_created", "lease_released"]
+    await bench.close()
+
+
+async def test_the_lease_is_durable_before_the_request() -> None:
+    bench = Bench()
+    bench.journal.gate = asyncio.Event()
+    task = bench.start()
+    await settle()
+    assert bench.journal.events() == ["lease"]
+    assert bench.backend.specs == []
+    bench.journal.gate.set()
+    await task
+    assert len(bench.backend.specs) == 1
+    await bench.close()
+
+
+async def test_a_lease_that_cannot_be_written_asks_for_nothing() -> None:
+    bench = Bench()
+    bench.journal.error = RunError("no space is left on the device")
+    with pytest.raises(RunError, match="no space"):
+        await bench.pool.acquire(SPEC, episode_id="e1")
+    assert bench.backend.specs == []
+    await bench.pool.aclose()
+
+
+async def test_creates_are_throttled() -> None:
+    bench = Bench(create_concurrency=3)
+    gates = [asyncio.Event() for _ in range(10)]
+    bench.backend.plan = [hold(gate) for gate in gates]
+    tasks = [bench.start(f"e{number}") for number in range(10)]
+    for gate in gates:
+        await settle()
+        assert bench.backend.under_way <= 3
+        gate.set()
+    await asyncio.gather(*tasks)
+    assert bench.backend.most_under_way == 3
+    await bench.close()
+
+
+async def test_one_that_waits_to_try_again_holds_no_place() -> None:
+    resume = asyncio.Event()
+
+    async def sleep(seconds: float) -> None:
+        await resume.wait()
+
+    bench = Bench(create_concurrency=1, sleep=sleep)
+    bench.backend.plan = [fail(ThrottledError("slow down"))]
+    first = bench.start("e1")
+    await settle()
+    second = bench.start("e2")
+    await second
+    assert not first.done()
+    resume.set()
+    await first
+    await bench.close()
+
+
+async def test_what_the_backend_calls_retryable_is_tried_again_with_jitter() -> None:
+    bench = Bench(create_retries=3)
+    asked = ThrottledError("slow down")
+    asked.retry_after = 17.0
+    bench.backend.plan = [fail(ThrottledError("slow down")), fail(ThrottledError("again")), fail(asked)]
+    sandbox = await bench.pool.acquire(SPEC, episode_id="e1")
+    assert 0.25 <= bench.time.slept[0] <= 0.5 <= bench.time.slept[1] <= 1.0
+    assert bench.time.slept[2] == 17.0
+    assert bench.pool.stats()["sandbox/create_retries"] == 3
+    assert len({spec.labels["rollhook.nonce"] for spec in bench.backend.specs}) == 1
+    await bench.pool.release(sandbox)
+    await bench.close()
+
+
+async def test_tries_are_bounded_and_the_error_says_how_many() -> None:
+    bench = Bench(create_retries=2)
+    bench.backend.plan = [fail(ThrottledError("slow down"))] * 3
+    with pytest.raises(SandboxError, match="no sandbox after 3 tries: ThrottledError: slow down"):
+        await bench.pool.acquire(SPEC, episode_id="e1")
+    assert bench.pool.stats()["sandbox/create_failures"] == 1
+    await bench.close()
+
+
+@pytest.mark.parametrize("error", [SandboxError("no such image", kind="user"), OSError("boom")])
+async def test_other_errors_are_not_tried_again(error: Exception) -> None:
+    bench = Bench()
+    bench.backend.plan = [fail(error)]
+    with pytest.raises(SandboxError, match=r"no such image|OSError: boom"):
+        await bench.pool.acquire(SPEC, episode_id="e1")
+    assert len(bench.backend.specs) == 1
+    await bench.close()
+
+
+async def test_what_a_failed_create_left_behind_is_swept() -> None:
+    """The reply was lost: the provider has made a sandbox that nobody has the id of."""
+    bench = Bench()
+
+    def made_and_lost(spec: SandboxSpec) -> None:
+        bench.backend.make(spec)
+        raise ThrottledError("connection reset")
+
+    bench.backend.plan = [made_and_lost]
+    sandbox = await bench.pool.acquire(SPEC, episode_id="e1")
+    assert len(bench.backend.live) == 2
+    await bench.pool.release(sandbox)
+    assert bench.backend.live == {}
+    bench.backend.plan = [made_and_lost] * 9
+    with pytest.raises(SandboxError):
+        await bench.pool.acquire(SPEC, episode_id="e2")
+    await bench.close()
+
+
+async def test_cancelled_while_creating_the_sandbox_is_deleted_once_it_is_there() -> None:
+    bench = Bench(create_concurrency=1)
+    gate = asyncio.Event()
+    bench.backend.plan = [hold(gate)]
+    task = bench.start()
+    await settle()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert bench.backend.under_way == 1
+    other = bench.start("e2")
+    await settle()
+    assert bench.backend.under_way == 1, "an abandoned create keeps its place in the throttle"
+    gate.set()
+    await other
+    await settle()
+    assert len(bench.backend.live) == 1
+    assert len(bench.backend.deleted) == 1
+    await bench.close()
+
+
+@settings(max_examples=60, deadline=None)
+@given(turns=st.integers(0, 12), failures=st.integers(0, 2), warm=st.integers(0, 1))
+async def test_cancelled_at_any_moment_nothing_is_left(turns: int, failures: int, warm: int) -> None:
+    bench = Bench(warm=warm)
+    if warm:
+        bench.pool.prepare(SPEC)
+        await settle()
+    bench.backend.plan = [fail(ThrottledError("slow down"))] * failures
+    task = bench.start()
+    await settle(turns)
+    task.cancel()
+    done = (await asyncio.gather(task, return_exceptions=True))[0]
+    await settle(60)
+    if isinstance(done, asyncio.CancelledError) and not warm:
+        assert bench.backend.live == {}
+    await bench.close()
+
+
+async def test_a_deadline_names_the_budget_node_and_leaves_nothing() -> None:
+    bench = Bench()
+    gate = asyncio.Event()
+    bench.backend.plan = [hold(gate)]
+    with pytest.raises(BudgetExceeded, match=r"no sandbox for episode e1 within 0\.01 s") as caught:
+        await bench.pool.acquire(SPEC, episode_id="e1", timeout=0.01)
+    assert caught.value.node == "create"
+    gate.set()
+    await bench.close()
+
+
+async def test_an_abandoned_create_is_itself_given_up_in_the_end() -> None:
+    bench = Bench(times=PoolTimes(abandoned_create=0.01))
+    bench.backend.plan = [hold(asyncio.Event())]
+    task = bench.start()
+    await settle()
+    task.cancel()
+    await bench.close()
+    assert task.done()
+    assert bench.backend.under_way == 0
+
+
+async def test_releasing_is_retried_in_the_background() -> None:
+    bench = Bench()
+    sandbox = await bench.pool.acquire(SPEC, episode_id="e1")
+    bench.backend.delete_errors = [OSError("unreachable"), OSError("unreachable")]
+    await bench.pool.release(sandbox)
+    await settle()
+    assert bench.backend.live == {}
+    assert bench.pool.stats()["sandbox/delete_retries"] == 2
+    await bench.close()
+
+
+async def test_release_cancelled_still_deletes() -> None:
+    bench = Bench()
+    sandbox = await bench.pool.acquire(SPEC, episode_id="e1")
+    task = asyncio.create_task(bench.pool.release(sandbox))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await settle()
+    assert bench.backend.live == {}
+    await bench.close()
+
+
+async def test_a_sandbox_that_cannot_be_deleted_is_reported_loudly(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench()
+    sandbox = await bench.pool.acquire(SPEC, episode_id="e1")
+    bench.backend.delete_errors = [OSError("unreachable") for _ in range(99)]
+    await bench.pool.release(sandbox)
+    await bench.pool.aclose()
+    assert bench.pool.stats()["sandbox/leaked"] == 1
+    assert bench.journal.events()[-1] == "lease_lost"
+    (shout,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR]
+    assert f"sandbox {sandbox.id} of run demo could not be deleted for 120 s" in shout
+    assert "`rollhook sandboxes reap demo`" in shout
+    assert 120 <= bench.time.now - 1000.0 < 160
+
+
+async def test_a_sandbox_is_never_used_by_two_episodes() -> None:
+    bench = Bench()
+    ids = []
+    for number in range(20):
+        sandbox = await bench.pool.acquire(SPEC, episode_id=f"e{number}")
+        ids.append(sandbox.id)
+        await bench.pool.release(sandbox)
+    assert len(set(ids)) == 20
+    assert len(bench.backend.specs) == 20, "creates = episodes that needed one"
+    await bench.close()
+
+
+async def test_created_ahead_is_used_once_and_made_up_for() -> None:
+    bench = Bench(warm=2)
+    bench.pool.prepare(SPEC)
+    await settle()
+    ahead = set(bench.backend.live)
+    assert len(ahead) == 2
+    ids = []
+    for number in range(6):
+        sandbox = await bench.pool.acquire(SPEC, episode_id=f"e{number}")
+        ids.append(sandbox.id)
+        await settle()
+        assert len(bench.backend.live) == 3
+        await bench.pool.release(sandbox)
+    assert set(ids[:2]) == ahead
+    assert len(set(ids)) == 6
+    assert len(bench.backend.specs) == 8, "six episodes and the two that wait"
+    assigned = [data for event, data in bench.journal.entries if event == "lease_assigned"]
+    assert [data["episode"] for data in assigned] == [f"e{number}" for number in range(6)]
+    await bench.close()
+
+
+async def test_created_ahead_serves_only_its_own_spec_while_it_is_fresh_and_alive() -> None:
+    bench = Bench(warm=1)
+    bench.pool.prepare(SPEC)
+    await settle()
+    assert bench.backend.specs[0].lifetime_seconds == 100.0 + 600.0
+    other = await bench.pool.acquire(SandboxSpec(workdir="/elsewhere"), episode_id="e1")
+    assert other.spec.workdir == "/elsewhere"
+    (ahead,) = [raw for raw in bench.backend.live.values() if raw.id != other.id]
+    ahead.dead = True
+    fresh = await bench.pool.acquire(SPEC, episode_id="e2")
+    assert fresh.id != ahead.id
+    await settle()
+    (ahead,) = [raw for raw in bench.backend.live.values() if raw.id not in (other.id, fresh.id)]
+    bench.time.now += 601
+    late = await bench.pool.acquire(SPEC, episode_id="e3")
+    assert late.id != ahead.id
+    await settle()
+    assert ahead.id in bench.backend.deleted
+    await bench.close()
+
+
+async def test_a_failing_warm_up_only_warns(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench(warm=1)
+    bench.backend.plan = [fail(SandboxError("no quota"))]
+    bench.pool.prepare(SPEC)
+    await settle()
+    assert "a sandbox could not be created ahead: no quota" in caplog.text
+    await bench.close()
+
+
+async def test_sandboxes_that_need_it_are_kept_alive() -> None:
+    ticks: asyncio.Queue[None] = asyncio.Queue()
+
+    async def sleep(seconds: float) -> None:
+        assert seconds == 60.0
+        await ticks.get()
+
+    bench = Bench(sleep=sleep)
+    bench.backend.raw = NeedyRaw
+    sandbox = await bench.pool.acquire(SPEC, episode_id="e1")
+    raw = bench.backend.live[sandbox.id]
+    assert isinstance(raw, NeedyRaw)
+    for tick in range(3):
+        ticks.put_nowait(None)
+        await settle()
+        assert raw.touches == tick + 1
+    await bench.pool.release(sandbox)
+    ticks.put_nowait(None)
+    await settle()
+    assert raw.touches == 3
+    await bench.close()
+
+
+async def test_sandboxes_that_do_not_need_it_cost_nothing() -> None:
+    bench = Bench()
+    await bench.pool.acquire(SPEC, episode_id="e1")
+    await settle()
+    assert bench.time.slept == []
+    await bench.close()
+
+
+async def test_sandbox_seconds_are_accounted() -> None:
+    bench = Bench()
+    first = await bench.pool.acquire(SPEC, episode_id="e1")
+    bench.time.now += 10
+    second = await bench.pool.acquire(SPEC, episode_id="e2")
+    bench.time.now += 5
+    assert bench.pool.stats()["sandbox/seconds"] == 20
+    await bench.pool.release(first)
+    bench.time.now += 100
+    await bench.pool.release(second)
+    assert bench.pool.stats()["sandbox/seconds"] == 15 + 105
+    await bench.close()
+
+
+async def test_closing_deletes_everything_and_refuses_more() -> None:
+    bench = Bench(warm=1, create_concurrency=2)
+    await bench.pool.acquire(SPEC, episode_id="used")
+    gate = asyncio.Event()
+    bench.backend.plan = [hold(gate)] * 2
+    under_way = [bench.start(f"e{number}") for number in range(4)]
+    await settle()
+    closing = asyncio.create_task(bench.close())
+    await settle()
+    gate.set()
+    await closing
+    await bench.pool.aclose()
+    for task in under_way:
+        with pytest.raises(SandboxError, match="pool was closed"):
+            await task
+    with pytest.raises(SandboxError, match="pool is closed"):
+        await bench.pool.acquire(SPEC, episode_id="late")
