@@ -70,6 +70,10 @@ class Loaded:
         """How messages call this recipe: its file."""
         return self.sources[-1] if self.sources else "recipe"
 
+    def defaulted(self) -> dict[str, Any]:
+        """Return the resolved data with the components that the core adds where a recipe names none."""
+        return {**{key: DEFAULTS[key] for key in ("router", "launcher")}, **self.resolved}
+
     def locate(self, problem: Problem) -> Problem:
         """Return the problem with the file and line that gave its key, where none is named yet.
 

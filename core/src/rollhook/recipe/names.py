@@ -38,7 +38,7 @@ def names_in(data: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def located_names(loaded: Loaded) -> list[tuple[str, str, str]]:
     """Return (kind, name, key path that names it), in the recipe's order."""
-    return [(kind, name, paths.text(path)) for path, kind, name in _located(loaded.resolved)]
+    return [(kind, name, paths.text(path)) for path, kind, name in _located(loaded.defaulted())]
 
 
 def chain(use: str) -> list[str]:

@@ -51,7 +51,7 @@ def find_parts(loaded: Loaded) -> Parts:
     for kind, name, key in located:
         if (kind, name) in plugins.failures:
             found.problems.append(plugins.failures[kind, name].at(key))
-    for key, kind, name, keys in _uses(loaded.resolved):
+    for key, kind, name, keys in _uses(loaded.defaulted()):
         if kind == "router":
             _add_chain(found, key, name, keys, loaded.unresolved)
         else:

@@ -126,18 +126,18 @@ def _lower(message: str) -> str:
 
 
 def _fields_at(model: type[BaseModel], path: paths.Path) -> list[str]:
-    return [name for each in _models_at(model, path) for name in each.model_fields]
+    return [name for each in models_at(model, path) for name in each.model_fields]
 
 
 def _description(model: type[BaseModel], path: paths.Path) -> str:
-    for parent in _models_at(model, path[:-1]):
+    for parent in models_at(model, path[:-1]):
         field = parent.model_fields.get(str(path[-1]))
         if field is not None and field.description:
             return f"{path[-1]}: {field.description}"
     return ""
 
 
-def _models_at(model: type[BaseModel], path: paths.Path) -> Iterator[type[BaseModel]]:
+def models_at(model: type[BaseModel], path: paths.Path) -> Iterator[type[BaseModel]]:
     """Yield the models that may stand at a path."""
     for each in _annotations_at(model, path):
         for branch in _branches(each):

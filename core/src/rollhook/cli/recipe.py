@@ -1,0 +1,138 @@
+"""`rollhook check`, `rollhook explain` and `rollhook needs`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rollhook.cli.output import as_json, table
+
+if TYPE_CHECKING:
+    from rollhook.recipe.load import Loaded
+
+Recipe = Annotated[str, typer.Argument(help="a recipe's path, or the name of a shipped one")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="key.path=value, +key=value or ~key")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def check(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    site: Annotated[
+        str | None,
+        typer.Option(help="here: also check this machine; none: do not. Default: here for launcher local"),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Prove a recipe before anything starts. Exit code 1 if it cannot work anywhere.
+
+    What only this machine lacks is listed, but does not decide the exit code.
+    """
+    from rollhook.recipe.check import check_recipe
+
+    if site not in {None, "here", "none"}:
+        raise typer.BadParameter("is here or none", param_hint="--site")
+    checked = check_recipe(recipe, overrides or [], site=site)  # type: ignore[arg-type]
+    wrong, here = checked.composition, checked.here
+    if json:
+        as_json(
+            {
+                "recipe": checked.loaded.name,
+                "ok": not wrong,
+                "site": checked.site,
+                "problems": [dataclasses.asdict(each) for each in [*wrong, *here]],
+            }
+        )
+    else:
+        for problem in wrong:
+            typer.echo(str(problem))
+        if here:
+            typer.echo("On this machine:")
+        for problem in here:
+            typer.echo(str(problem))
+        typer.echo(_verdict(checked.loaded.name, len(wrong), len(here), checked.site))
+    raise typer.Exit(1 if wrong else 0)
+
+
+def explain(recipe: Recipe, overrides: Overrides = None, json: Json = False) -> None:
+    """Say which distribution supplies each part of a recipe, and where every value came from."""
+    from rollhook.recipe.check import check_recipe
+    from rollhook.recipe.explain import supplied, values
+    from rollhook.recipe.problem import RecipeError
+    from rollhook.recipe.validate import show
+
+    checked = check_recipe(recipe, overrides or [], site="none")
+    parts, rows = supplied(checked), values(checked)
+    deviations = checked.loaded.deviations
+    if json:
+        as_json(
+            {
+                "sources": checked.loaded.sources,
+                "parts": [dataclasses.asdict(each) for each in parts],
+                "values": [dataclasses.asdict(each) for each in rows],
+                "deviations": {key: dataclasses.asdict(each) for key, each in deviations.items()},
+            }
+        )
+    else:
+        typer.echo(f"Sources: {', '.join(checked.loaded.sources)}")
+        table([(each.key, each.component, f"{each.distribution} {each.version}") for each in parts])
+        typer.echo("")
+        table([(each.key, show(each.value), each.source) for each in rows])
+        if deviations:
+            typer.echo("\nDeviations from the reference:")
+            shown = [
+                (key, show(each.value), f"instead of {show(each.reference)}")
+                for key, each in deviations.items()
+            ]
+            table(shown)
+    if checked.composition:
+        raise RecipeError(checked.composition)
+
+
+def needs(recipe: Recipe, overrides: Overrides = None, json: Json = False) -> None:
+    """List the components that a recipe and the recipes it needs name, one `kind.name` per line.
+
+    No plugin has to be installed.
+    """
+    names = list(dict.fromkeys(_needed(recipe, overrides or [], ())))
+    if json:
+        as_json([{"kind": kind, "name": name} for kind, name in names])
+        return
+    for kind, name in names:
+        typer.echo(f"{kind}.{name}")
+
+
+def _needed(recipe: str, overrides: list[str], above: tuple[str, ...]) -> list[tuple[str, str]]:
+    from rollhook.recipe.load import read_recipe
+    from rollhook.recipe.names import names_in
+
+    loaded = read_recipe(recipe, overrides)
+    _readable(loaded)
+    names = names_in(loaded.defaulted())
+    inner = loaded.resolved.get("needs")
+    for need in inner.values() if isinstance(inner, dict) else ():
+        if isinstance(need, dict) and isinstance(need.get("recipe"), str) and loaded.name not in above:
+            names += _needed(need["recipe"], list(need.get("overrides") or []), (*above, loaded.name))
+    return names
+
+
+def _readable(loaded: Loaded) -> None:
+    """Raise RecipeError for a recipe of which nothing could be read; other problems are the verb's to report."""
+    from rollhook.recipe.problem import RecipeError
+
+    if not loaded.resolved:
+        raise RecipeError(loaded.problems)
+
+
+def _verdict(name: str, wrong: int, here: int, site: str) -> str:
+    if wrong:
+        return f"{name}: {_count(wrong)}" + (f", and {here} more on this machine" if here else "")
+    if here:
+        return f"{name}: sound, but this machine lacks something ({_count(here)})"
+    return f"{name}: no problems" + ("" if site == "here" else " (this machine was not looked at)")
+
+
+def _count(number: int) -> str:
+    return f"{number} problem" if number == 1 else f"{number} problems"
