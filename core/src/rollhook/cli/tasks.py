@@ -1,0 +1,196 @@
+"""`rollhook tasks`: look at an environment's tasks, and prove them without a model."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rollhook.cli.keys import parse_keys
+
+if TYPE_CHECKING:
+    from rollhook.environment import Environment, Task
+    from rollhook.recipe.schema import Recipe
+    from rollhook.rundir import Attempt, Status
+    from rollhook.runtime.oracle import Results, TaskProof
+    from rollhook.runtime.progress import Display
+
+app = typer.Typer(
+    help="Look at tasks, and prove that they can be solved and are not solved already.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+Source = Annotated[
+    str, typer.Argument(metavar="PACK", help="a pack, a directory of tasks, or an environment")
+]
+Keys = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="a key of the environment; repeatable")
+]
+Reader = Annotated[str, typer.Option("--environment", help="environment that reads packs and directories")]
+Split = Annotated[str | None, typer.Option(help="only this split")]
+Json = Annotated[bool, typer.Option("--json", help="one JSON object per line on stdout")]
+
+
+@app.command("list")
+def list_tasks(
+    pack: Source,
+    split: Split = None,
+    keys: Keys = None,
+    environment: Reader = "tbench2",
+    json: Json = False,
+) -> None:
+    """List the tasks, and why some of them cannot run."""
+    tasks = _tasks(_recipe(pack, environment, keys), split)
+    for task in tasks:
+        if json:
+            typer.echo(_json(_plain(task)))
+        else:
+            what = task.problem.replace("\n", "; ") if task.problem else task.family
+            typer.echo(
+                f"{task.id}  {task.digest[:12]}  {task.split}  {'PROBLEM: ' if task.problem else ''}{what}"
+            )
+    broken = sum(task.problem is not None for task in tasks)
+    typer.echo(f"{len(tasks)} tasks, {broken} with problems", err=True)
+    raise typer.Exit(1 if broken else 0)
+
+
+@app.command("show")
+def show_task(
+    pack: Source,
+    task: Annotated[str, typer.Argument(help="a task's id")],
+    keys: Keys = None,
+    environment: Reader = "tbench2",
+) -> None:
+    """Show one task with everything that was read of it, as JSON."""
+    from rollhook.errors import UsageError
+    from rollhook.installed import nearest
+
+    tasks = {each.id: each for each in _tasks(_recipe(pack, environment, keys), None)}
+    if task not in tasks:
+        near = nearest(task, tasks)
+        raise UsageError(f"there is no task {task!r}" + (f", did you mean {near!r}?" if near else ""))
+    typer.echo(_json({**_plain(tasks[task]), "payload": tasks[task].payload}, indent=True))
+
+
+@app.command("oracle")
+def oracle(  # noqa: PLR0913, PLR0917 - the options of a command
+    pack: Source,
+    split: Split = None,
+    only: Annotated[list[str] | None, typer.Option("--task", help="ids or patterns; repeatable")] = None,
+    sandbox: Annotated[
+        str, typer.Option(help="sandbox backend; none: the environment has no boxes")
+    ] = "local",
+    concurrency: Annotated[int, typer.Option(min=1, help="tasks at once")] = 8,
+    out: Annotated[Path | None, typer.Option(help="JSONL file; default: oracle.jsonl of the run")] = None,
+    resume: Annotated[str | None, typer.Option(metavar="RUN", help="go on with this run")] = None,
+    run_id: Annotated[str | None, typer.Option(help="id of the new run")] = None,
+    root: Annotated[str, typer.Option(help="directory of run directories")] = "./runs",
+    keys: Keys = None,
+    environment: Reader = "tbench2",
+    json: Json = False,
+) -> None:
+    """Run each task's solution, which must score 1, and an agent that does nothing, which must score less.
+
+    Prints [1|0|ERR] for both per task. Rows go to a JSONL file; with the same file, or --resume, tasks
+    that have a row for their very content are not run again. Exit code 0 when every task is as it must be.
+    """
+    from rollhook.runtime.oracle import RESULTS, Results, new_or_resumed, proof_recipe, task_source
+    from rollhook.runtime.progress import Display
+
+    display = Display()
+    source = task_source(pack, environment, parse_keys(keys))
+    recipe = proof_recipe(source, None if sandbox == "none" else {"use": sandbox})
+    attempt = new_or_resumed(root, f"oracle-{Path(pack).name}", run_id, resume)
+    results = Results(out or attempt.run.path / RESULTS)
+    status: Status = "failed"
+    try:
+        with display.running():
+            proven = asyncio.run(_prove(recipe, attempt, results, split, only, concurrency, display))
+        status = "succeeded"
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        status = "stopped"
+        display.say(f"Stopped; go on with --resume {attempt.run.run_id}")
+        raise typer.Exit(3) from None
+    finally:
+        results.close()
+        attempt.finish(status)
+    for row in proven if json else []:
+        typer.echo(_json(dataclasses.asdict(row)))
+    good = sum(row.ok for row in proven)
+    errors = sum(not row.final for row in proven)
+    display.say(f"{good} of {len(proven)} tasks are as they must be ({errors} errors); rows: {results.path}")
+    raise typer.Exit(0 if good == len(proven) else 1)
+
+
+async def _prove(
+    recipe: Recipe,
+    attempt: Attempt,
+    results: Results,
+    split: str | None,
+    only: Sequence[str] | None,
+    concurrency: int,
+    display: Display,
+) -> list[TaskProof]:
+    from rollhook.runtime.oracle import Proofs, load_parts
+
+    parts = load_parts(recipe, attempt.path, attempt.run.run_id, attempt.number)
+    async with Proofs(parts, attempt) as proofs:
+        tasks = _chosen(await asyncio.to_thread(proofs.environment.tasks, split), only)
+        todo = results.todo(tasks)
+        if len(todo) < len(tasks):
+            display.say(f"{len(tasks) - len(todo)} tasks have been proven before and are not run again")
+        display.begin("oracle and nop", len(todo))
+
+        def finished(row: TaskProof) -> None:
+            results.add(row)
+            display.advance()
+            display.say(f"[{row.oracle}|{row.nop}] {row.task_id}" + (f"  {row.why}" if row.why else ""))
+
+        await proofs.run(todo, concurrency, finished)
+        display.end()
+    return [results.kept[task.id] for task in tasks]
+
+
+def _chosen(tasks: Sequence[Task], only: Sequence[str] | None) -> list[Task]:
+    from rollhook.errors import UsageError
+
+    chosen = [t for t in tasks if not only or any(fnmatchcase(t.id, pattern) for pattern in only)]
+    if not chosen:
+        raise UsageError(f"no task matches {', '.join(only or [])}" if only else "there are no tasks")
+    return chosen
+
+
+def _recipe(pack: str, environment: str, keys: Sequence[str] | None) -> Recipe:
+    from rollhook.runtime.oracle import proof_recipe, task_source
+
+    return proof_recipe(task_source(pack, environment, parse_keys(keys)), None)
+
+
+def _tasks(recipe: Recipe, split: str | None) -> Sequence[Task]:
+    from rollhook.packs import packs_directory
+    from rollhook.runtime.oracle import build_environment, load_parts
+
+    environment: Environment = build_environment(load_parts(recipe, packs_directory()))
+    return environment.tasks(split)
+
+
+def _plain(task: Task) -> dict[str, Any]:
+    names = ("id", "digest", "split", "family", "limits", "problem")
+    return {name: getattr(task, name) for name in names}
+
+
+def _json(value: Any, indent: bool = False) -> str:
+    import orjson
+    from pydantic import BaseModel
+
+    def default(item: Any) -> Any:
+        return item.model_dump() if isinstance(item, BaseModel) else str(item)
+
+    return orjson.dumps(value, default=default, option=orjson.OPT_INDENT_2 if indent else None).decode()

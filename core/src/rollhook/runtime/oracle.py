@@ -1,0 +1,281 @@
+"""Proving tasks without a model: the reference solution must score 1, doing nothing must score less."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import orjson
+
+from rollhook import plugins as loader
+from rollhook.durable import cannot_write
+from rollhook.environment import Environment, Task
+from rollhook.errors import UsageError
+from rollhook.installed import installed, nearest
+from rollhook.plugins import Plugins
+from rollhook.recipe.schema import EnvironmentUse, Recipe, SandboxUse
+from rollhook.records import EpisodeRecord
+from rollhook.rundir import Attempt, RunDir
+from rollhook.runtime.episode import EpisodeRequest, EpisodeRunner
+from rollhook.runtime.parts import Parts
+from rollhook.runtime.seeds import derive
+from rollhook.sandbox.pool import SandboxPool
+
+Mark = Literal["1", "0", "ERR"]
+AGENTS = ("oracle", "nop")
+RESULTS = "oracle.jsonl"
+
+
+@dataclass(frozen=True)
+class TaskProof:
+    """One row of the results: what solution and nothing scored; `why` is empty when `ok`."""
+
+    task_id: str
+    digest: str
+    family: str
+    oracle: Mark
+    nop: Mark
+    oracle_reward: float | None
+    nop_reward: float | None
+    ok: bool
+    why: str
+    seconds: float
+
+    @property
+    def final(self) -> bool:
+        """Whether a resumed run may keep this row: an error may have been the machine's."""
+        return "ERR" not in (self.oracle, self.nop)
+
+
+def task_source(reference: str, environment: str, keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the environment section of a recipe for a directory, a pack or an environment by name.
+
+    `environment` is the one that reads directories and packs. Raises UsageError for an unknown name.
+    """
+    if os.path.isdir(reference):
+        return {"use": environment, "tasks_dir": str(Path(reference).absolute()), **keys}
+    names = {kind: [e.name for e in installed() if e.kind == kind] for kind in ("pack", "environment")}
+    if reference in names["pack"]:
+        return {"use": environment, "pack": {"use": reference}, **keys}
+    if reference in names["environment"]:
+        return {"use": reference, **keys}
+    near = nearest(reference, [*names["pack"], *names["environment"]])
+    raise UsageError(
+        f"{reference!r} is no directory, pack or environment; "
+        f"packs here: {', '.join(names['pack']) or 'none'}; "
+        f"environments: {', '.join(names['environment']) or 'none'}"
+        + (f"; did you mean {near!r}?" if near else "")
+    )
+
+
+def proof_recipe(source: Mapping[str, Any], sandbox: Mapping[str, Any] | None, seed: int = 0) -> Recipe:
+    """Return the recipe that a proof runs."""
+    keys = {"create_concurrency": 16, **sandbox} if sandbox else None
+    return Recipe(
+        name="oracle",
+        environment=[EnvironmentUse.model_validate(source)],
+        sandbox=SandboxUse.model_validate(keys) if keys else None,
+        seed=seed,
+    )
+
+
+def load_parts(recipe: Recipe, scratch: Path, run_id: str = "oracle", attempt: int = 0) -> Parts:
+    """Load what a proof needs: environment, pack, sandbox and the two agents."""
+    use = recipe.environment[0]
+    names = [("environment", use.use), *(("agent", agent) for agent in AGENTS)]
+    if recipe.sandbox is not None:
+        names.append(("sandbox", recipe.sandbox.use))
+    pack = use.keys.get("pack")
+    if pack is not None:
+        names.append(("pack", pack["use"] if isinstance(pack, Mapping) else pack))
+    plugins: Plugins = loader.load(names)
+    return Parts(recipe, plugins, scratch, run_id, attempt)
+
+
+def build_environment(parts: Parts) -> Environment:
+    """Build the environment of a proof."""
+    environment: Environment = parts.build("environment", parts.recipe.environment[0], "environment.0")
+    return environment
+
+
+class Proofs:
+    """Runs both agents on tasks, many at once, on the same runner as training; a context manager."""
+
+    def __init__(self, parts: Parts, attempt: Attempt) -> None:
+        self._recipe = parts.recipe
+        self._attempt = attempt
+        self._parts = parts
+        self._stack = AsyncExitStack()
+        self._runners: dict[str, EpisodeRunner] = {}
+        self.environment = build_environment(parts)
+
+    async def __aenter__(self) -> Self:
+        self._stack.push_async_callback(self.environment.aclose)
+        try:
+            pool, capabilities = await self._pool()
+            if problems := self.environment.problems(capabilities):
+                raise UsageError(f"these tasks cannot run here: {'; '.join(problems)}")
+            for name in AGENTS:
+                agent = self._parts.plugins.build("agent", name, {}, self._parts.context(f"agent.{name}"))
+                self._stack.push_async_callback(agent.aclose)
+                self._runners[name] = EpisodeRunner(
+                    name=self._recipe.environment[0].use,
+                    environment=self.environment,
+                    agent=agent,
+                    pool=pool,
+                    policy=None,
+                    limits=self._recipe.budgets,
+                    outcome_policy=self._recipe.outcomes,
+                    context=self._parts.context("environment.0"),
+                )
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    async def run(
+        self, tasks: Sequence[Task], concurrency: int, finished: Callable[[TaskProof], None]
+    ) -> None:
+        """Prove every task; `finished` gets each proof as it is there."""
+        waiting = iter(tasks)
+
+        async def worker() -> None:
+            for task in waiting:
+                finished(await self._prove(task))
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(concurrency, len(tasks))):
+                group.create_task(worker())
+
+    async def _prove(self, task: Task) -> TaskProof:
+        if task.problem is not None:
+            return TaskProof(
+                task.id, task.digest, task.family, "ERR", "ERR", None, None, False, task.problem, 0.0
+            )
+        solved = await self._episode("oracle", task)
+        idle = await self._episode("nop", task)
+        why = _why(solved, idle)
+        return TaskProof(
+            task_id=task.id,
+            digest=task.digest,
+            family=task.family,
+            oracle=_mark(solved),
+            nop=_mark(idle),
+            oracle_reward=solved.outcome.reward,
+            nop_reward=idle.outcome.reward,
+            ok=not why,
+            why=why,
+            seconds=round(sum(record.timings.get("total", 0.0) for record in (solved, idle)), 3),
+        )
+
+    async def _episode(self, agent: str, task: Task) -> EpisodeRecord:
+        name = f"{self._attempt.run.run_id}-a{self._attempt.number}-{task.id}-{agent}"
+        seed = derive(self._recipe.seed, "oracle", task.digest)
+        request = EpisodeRequest(name, name, task, seed, purpose="oracle")
+        return (await self._runners[agent].run(request)).record
+
+    async def _pool(self) -> tuple[SandboxPool | None, frozenset[str]]:
+        use = self._recipe.sandbox
+        if use is None:
+            return None, frozenset()
+        backend = self._parts.build("sandbox", use, "sandbox")
+        self._stack.push_async_callback(backend.aclose)
+        await backend.start()
+        pool = SandboxPool(
+            backend,
+            run_id=self._attempt.run.run_id,
+            attempt=self._attempt.number,
+            journal=self._attempt.journal,
+            create_concurrency=use.create_concurrency,
+            create_retries=use.create_retries,
+            warm=use.warm,
+        )
+        self._stack.push_async_callback(pool.aclose)
+        return pool, backend.capabilities
+
+
+class Results:
+    """The JSONL file of a proof: rows appended as they come, read again when the proof is resumed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.kept = {row.task_id: row for row in _read_rows(path) if row.final}
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lines = b"".join(_line(row) for row in self.kept.values())
+            temporary = path.with_name(f".{path.name}.tmp")
+            temporary.write_bytes(lines)
+            temporary.replace(path)
+            self._file = path.open("ab", buffering=0)
+        except OSError as error:
+            raise cannot_write(path, error) from error
+
+    def todo(self, tasks: Sequence[Task]) -> list[Task]:
+        """Return the tasks without a row of this very content."""
+        return [t for t in tasks if t.id not in self.kept or self.kept[t.id].digest != t.digest]
+
+    def add(self, row: TaskProof) -> None:
+        """Append a row."""
+        self.kept[row.task_id] = row
+        self._file.write(_line(row))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def new_or_resumed(root: str, name: str, run_id: str | None, resume: str | None) -> Attempt:
+    """Claim the first attempt of a new run, or the next of the run to resume."""
+    run = RunDir.find(resume) if resume is not None else RunDir.create(root, name, run_id=run_id)
+    return run.claim()
+
+
+def _line(row: TaskProof) -> bytes:
+    return orjson.dumps({"schema": 1, **asdict(row)}) + b"\n"
+
+
+def _read_rows(path: Path) -> list[TaskProof]:
+    """Return the whole rows of a results file; a torn last line and rows of another form do not count."""
+    rows = []
+    for line in path.read_bytes().splitlines() if path.is_file() else []:
+        try:
+            row = orjson.loads(line)
+            row.pop("schema")
+            rows.append(TaskProof(**row))
+        except (ValueError, TypeError, KeyError, AttributeError):
+            continue
+    return rows
+
+
+def _mark(record: EpisodeRecord) -> Mark:
+    if record.outcome.reward is None:
+        return "ERR"
+    return "1" if record.outcome.reward == 1 else "0"
+
+
+def _why(solved: EpisodeRecord, idle: EpisodeRecord) -> str:
+    reasons = []
+    for agent, record in (("oracle", solved), ("nop", idle)):
+        if record.outcome.reward is None:
+            why = record.detail.get("why") or record.outcome.cause or record.outcome.kind
+            reasons.append(f"{agent}: {record.outcome.boundary or record.outcome.kind}: {why}")
+    if solved.outcome.reward is not None and solved.outcome.reward != 1:
+        said = str(record_output(solved))
+        reasons.append(f"the solution scores {solved.outcome.reward:g}" + (f" ({said})" if said else ""))
+    if idle.outcome.reward is not None and idle.outcome.reward >= 1:
+        reasons.append(f"doing nothing scores {idle.outcome.reward:g}")
+    return "; ".join(reasons)
+
+
+def record_output(record: EpisodeRecord) -> str:
+    """Return the last line that the verifier printed."""
+    lines = str(record.detail.get("output", "")).strip().splitlines()
+    return lines[-1][:200] if lines else ""
