@@ -68,7 +68,7 @@ class FakeSession:
             )
         ]  # fmt: skip
 
-    def close(self):
+    async def close(self):
         self.closed = True
 
 

@@ -30,13 +30,11 @@ def run(
 
     Stop with Ctrl-C: once ends after the step under way, twice ends at once.
     """
-    from rollhook.recipe.load import load_recipe
     from rollhook.runtime.launch import run_recipe
     from rollhook.runtime.progress import Display
 
     display = Display()
-    loaded = load_recipe(recipe, overrides or [])
-    _finish(run_recipe(loaded, recipe, overrides or [], display, run_id), display, json)
+    _finish(run_recipe(recipe, overrides or [], display, run_id), display, json)
 
 
 def drive(
@@ -44,13 +42,12 @@ def drive(
     json: Annotated[bool, typer.Option("--json", help="print the result as JSON on stdout")] = False,
 ) -> None:
     """Drive the next attempt of a run that a launcher has set up (internal)."""
-    from rollhook.recipe.load import load_recipe
     from rollhook.rundir import RunDir
     from rollhook.runtime.launch import drive_run
     from rollhook.runtime.progress import Display
 
     display = Display()
-    _finish(drive_run(RunDir.find(lock.resolve().parent), load_recipe(lock), display), display, json)
+    _finish(drive_run(RunDir.find(lock.resolve().parent), display), display, json)
 
 
 def _finish(work: Coroutine[None, None, RunResult], display: Display, as_json: bool) -> None:

@@ -119,7 +119,7 @@ class Driver:
         }
         self.observers = Observers(self.plugins, trackers, dict(self.resolved))
         stack.callback(self.observers.close)
-        self.checkpoints = CheckpointStore(self.run_dir.checkpoints)
+        self.checkpoints = CheckpointStore(self.run_dir.checkpoints, attempt=attempt.number)
         self.attempt = attempt
 
     async def _prepare_rollouts(

@@ -100,10 +100,11 @@ class EpisodeRunner:
         started_at, started = time.time(), self._now()
         course = _Course()
         limits = budgets.resolve(self.budgets, request.task.limits)
-        session = self._open_session(request)
+        clock = AgentClock(limits.agent, limits.turn, limits.command)
+        session = self._open_session(request, clock)
         try:
             async with asyncio.timeout(limits.episode + self.budgets.slack):
-                await self._run(request, limits, session, course)
+                await self._run(request, limits, session, clock, course)
         except TimeoutError:
             _infra(
                 course,
@@ -122,11 +123,16 @@ class EpisodeRunner:
         finally:
             course.timings["total"] = self._now() - started
             if session is not None:
-                session.close()
+                await session.close()
         return self._result(request, course, session, started_at)
 
     async def _run(
-        self, request: EpisodeRequest, limits: Limits, session: Session | None, course: _Course
+        self,
+        request: EpisodeRequest,
+        limits: Limits,
+        session: Session | None,
+        clock: AgentClock,
+        course: _Course,
     ) -> None:
         boxes: dict[str, Sandbox] = {}
         home = asyncio.get_running_loop() if self.environment.verifies_apart else None
@@ -136,7 +142,7 @@ class EpisodeRunner:
             await self._create(request, episode, "start", limits, boxes, course)
             async with self._entered(episode, limits, course):
                 async for phase in episode.phases():
-                    if not await self._phase(request, phase, limits, session, boxes, episode, course):
+                    if not await self._phase(request, phase, limits, session, clock, boxes, episode, course):
                         break
             if course.outcome is None:
                 course.outcome = outcomes.verified(outcomes.combine(course.verdicts, episode.combine))
@@ -160,7 +166,7 @@ class EpisodeRunner:
         if pool is None:
             raise TaskError(f"task {request.task.id} needs a sandbox and the recipe names none", kind="user")
 
-        async def one(name: str, pool: SandboxPool = pool) -> None:
+        async def one(name: str) -> None:
             spec = dataclasses.replace(wanted[name].spec, lifetime_seconds=limits.lifetime)
             boxes[name] = await pool.acquire(
                 spec, episode_id=request.episode_id, box=name, timeout=limits.create
@@ -194,12 +200,13 @@ class EpisodeRunner:
         phase: Phase,
         limits: Limits,
         session: Session | None,
+        clock: AgentClock,
         boxes: dict[str, Sandbox],
         episode: Episode,
         course: _Course,
     ) -> bool:
         """Run one phase; False when no other follows."""
-        await self._agent(request, phase, limits, session, boxes, course)
+        await self._agent(request, phase, session, clock, boxes, course)
         act = outcomes.action(course.ended, self.outcome_policy)
         if act != "verify":
             course.outcome = outcomes.unverified(course.ended, act)
@@ -221,18 +228,15 @@ class EpisodeRunner:
         self,
         request: EpisodeRequest,
         phase: Phase,
-        limits: Limits,
         session: Session | None,
+        clock: AgentClock,
         boxes: Mapping[str, Sandbox],
         course: _Course,
     ) -> None:
-        clock = AgentClock(limits.agent, limits.turn, limits.command)
-        if session is not None:
-            session.clock = clock
         box = boxes[phase.box] if phase.box is not None else None
         course.messages.extend(phase.observation.messages)
         context = AgentContext(
-            session=_Recorder(session, course, clock),
+            session=_Recorder(session, course),
             observation=phase.observation,
             budget=_Budget(session, clock),
             sandbox=AgentSandbox(box, clock, self._now) if box is not None else None,
@@ -284,7 +288,7 @@ class EpisodeRunner:
                 except Exception as error:  # noqa: BLE001 - logged, and the lease keeps it reapable
                     logger.warning("box %s (%s) could not be closed now: %s", name, box.id, error)
 
-    def _open_session(self, request: EpisodeRequest) -> Session | None:
+    def _open_session(self, request: EpisodeRequest, clock: AgentClock) -> Session | None:
         if self.policy is None or request.sampling is None:
             return None
         return self.policy.open(
@@ -295,6 +299,7 @@ class EpisodeRunner:
             reply_tokens=self.budgets.reply_tokens,
             turns=self.budgets.turns,
             seed=request.seed,
+            clock=clock,
         )
 
     @contextlib.contextmanager
@@ -384,18 +389,15 @@ class _Boxes(Mapping[str, "Sandbox"]):
 
 
 class _Recorder:
-    """The session that an agent gets: starts a turn's time and keeps the conversation for the record."""
+    """The session that an agent gets: keeps the conversation for the record."""
 
-    def __init__(self, session: Session | None, course: _Course, clock: AgentClock) -> None:
+    def __init__(self, session: Session | None, course: _Course) -> None:
         self._session = session
         self._course = course
-        self._clock = clock
 
     async def chat(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] | None = None) -> Reply:
         if self._session is None:
             raise AgentError("this run has no policy to ask", kind="user")
-        self._clock.begin_turn()
-        self._clock.check()
         self._course.messages = list(messages)
         reply = await self._session.chat(messages, tools=tools)
         self._course.messages = [*messages, reply.message]

@@ -5,19 +5,19 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Mapping
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollhook import plugins as loader
-from rollhook.recipe.load import Loaded, load_recipe
+from rollhook.recipe.check import compose
+from rollhook.recipe.load import Loaded
 from rollhook.recipe.lock import write_lock
 from rollhook.recipe.names import component_names
 from rollhook.runtime.progress import Display
 from rollhook.runtime.results import RunResult, finished_run, recipe_digest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import AsyncIterator, Iterator
 
     from rollhook.cluster import Cluster
     from rollhook.plugins import Plugins
@@ -60,25 +60,28 @@ class Stop:
 
 
 async def run_recipe(
-    loaded: Loaded, source: Path | str, overrides: list[str], display: Display, run_id: str | None
+    source: Path | str, overrides: list[str], display: Display, run_id: str | None
 ) -> RunResult:
-    """Run a recipe and, before it, the recipes that it needs; returns the result of the recipe itself."""
-    from rollhook.cluster import Cluster
+    """Run a recipe and, before it, the recipes that it needs; returns the result of the recipe itself.
 
-    stop = Stop(display)
-    with stop.watching():
-        root = storage_root(loaded)
-        display.say("Starting Ray on this machine ...")
-        cluster = await Cluster.start(root / ".cluster")
-        try:
-            results = await _run_needs(loaded.recipe.needs, root, cluster, display, stop)
-            if stop.drain.is_set():
-                return RunResult(loaded.recipe.name, "stopped", "")
-            if results:
-                loaded = load_recipe(source, overrides, needs_results=results)
-            return await _run(loaded, cluster, display, stop, run_id)
-        finally:
-            await asyncio.shield(cluster.stop())
+    Raises RecipeError with all that is wrong with any of them before anything is started.
+    """
+    loaded, plugins = await asyncio.to_thread(compose, source, overrides)
+    root = storage_root(loaded)
+    async with _cluster(root / ".cluster", display) as (cluster, stop):
+        results = await _run_needs(loaded.recipe.needs, root, cluster, display, stop)
+        if stop.drain.is_set():
+            return RunResult(loaded.recipe.name, "stopped", "")
+        if results:
+            loaded, plugins = compose(source, overrides, needs_results=results)
+        return await _run(loaded, plugins, cluster, display, stop, run_id)
+
+
+async def drive_run(run: RunDir, display: Display) -> RunResult:
+    """Drive the next attempt of a run whose lock is on disk."""
+    loaded, plugins = await asyncio.to_thread(compose, run.lock_path)
+    async with _cluster(run.path / ".cluster", display) as (cluster, stop):
+        return await _drive(loaded, plugins, run, cluster, display, stop)
 
 
 def storage_root(loaded: Loaded) -> Path:
@@ -86,15 +89,17 @@ def storage_root(loaded: Loaded) -> Path:
     return Path(loaded.recipe.storage.root).expanduser().resolve()
 
 
-async def drive_run(run: RunDir, loaded: Loaded, display: Display) -> RunResult:
-    """Drive the next attempt of a run whose lock is already on disk."""
+@asynccontextmanager
+async def _cluster(scratch: Path, display: Display) -> AsyncIterator[tuple[Cluster, Stop]]:
+    """Give a Ray instance of our own, with signals handled, and stop it whatever happens."""
     from rollhook.cluster import Cluster
 
     stop = Stop(display)
     with stop.watching():
-        cluster = await Cluster.start(run.path / ".cluster")
+        display.say("Starting Ray on this machine ...")
+        cluster = await Cluster.start(scratch)
         try:
-            return await _drive(loaded, run, cluster, display, stop)
+            yield cluster, stop
         finally:
             await asyncio.shield(cluster.stop())
 
@@ -106,17 +111,16 @@ async def _run_needs(
     results: dict[str, dict[str, Any]] = {}
     for alias, need in needs.items():
         overrides = [*need.overrides, f"storage.root={root}"]
-        loaded = load_recipe(need.recipe, overrides)
-        digest = _digest(loaded, _plugins(loaded))
-        result = finished_run(root, digest)
+        loaded, plugins = compose(need.recipe, overrides)
+        result = finished_run(root, _digest(loaded, plugins))
         if result is not None:
             display.say(f"Needs {alias} ({need.recipe}): run {result.run_id} did it already.")
         else:
             display.say(f"Needs {alias} ({need.recipe}): running it first.")
             inner = await _run_needs(loaded.recipe.needs, root, cluster, display, stop)
             if inner:
-                loaded = load_recipe(need.recipe, overrides, needs_results=inner)
-            result = await _run(loaded, cluster, display, stop, None)
+                loaded, plugins = compose(need.recipe, overrides, needs_results=inner)
+            result = await _run(loaded, plugins, cluster, display, stop, None)
         if result.status != "succeeded":
             stop.drain.set()
             return results
@@ -125,36 +129,25 @@ async def _run_needs(
 
 
 async def _run(
-    loaded: Loaded, cluster: Cluster, display: Display, stop: Stop, run_id: str | None
+    loaded: Loaded, plugins: Plugins, cluster: Cluster, display: Display, stop: Stop, run_id: str | None
 ) -> RunResult:
     from rollhook.rundir import RunDir
 
     run = RunDir.create(storage_root(loaded), loaded.recipe.name, run_id=run_id)
     run.recipe_path.write_text(loaded.text)
-    write_lock(run.lock_path, loaded, _plugins(loaded))
-    return await _drive(loaded, run, cluster, display, stop)
+    write_lock(run.lock_path, loaded, plugins)
+    return await _drive(loaded, plugins, run, cluster, display, stop)
 
 
-async def _drive(loaded: Loaded, run: RunDir, cluster: Cluster, display: Display, stop: Stop) -> RunResult:
+async def _drive(
+    loaded: Loaded, plugins: Plugins, run: RunDir, cluster: Cluster, display: Display, stop: Stop
+) -> RunResult:
     from rollhook.runtime.driver import Driver
 
-    plugins = _plugins(loaded)
     display.say(f"Run {run.run_id} in {run.path}")
-    driver = Driver(
-        loaded.recipe,
-        loaded.resolved,
-        _digest(loaded, plugins),
-        plugins,
-        run,
-        cluster,
-        display,
-        stop.drain,
-    )
+    digest = _digest(loaded, plugins)
+    driver = Driver(loaded.recipe, loaded.resolved, digest, plugins, run, cluster, display, stop.drain)
     return await driver.run()
-
-
-def _plugins(loaded: Loaded) -> Plugins:
-    return loader.load(component_names(loaded.recipe), loaded.recipe.plugins)
 
 
 def _digest(loaded: Loaded, plugins: Plugins) -> str:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -36,7 +36,7 @@ class Display:
         self._steps: list[float] = []
         self._status = Text("")
         self._live: Live | None = None
-        self._doing: int | None = None
+        self._doing: TaskID | None = None
 
     @contextmanager
     def running(self) -> Iterator[None]:

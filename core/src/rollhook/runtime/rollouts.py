@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from rollhook.agent import Agent
 from rollhook.engine import Engine, SamplingParams
 from rollhook.engine.client import EngineClient
-from rollhook.engine.weights import update_workers
 from rollhook.environment import Environment, Task
 from rollhook.errors import EngineError, UsageError
 from rollhook.records import Group
@@ -152,10 +151,9 @@ class Rollouts:
 
     async def update(self, path: Path, version: int) -> None:
         """Bring new weights to every engine; one that fails is revived, or leaves the routing."""
-        assert self._client is not None
         assert self._policy is not None
         assert self._engine is not None
-        failed = await update_workers(self._client, self._workers, path, version)
+        failed = await self._policy.update_weights(path, version)
         for worker in {Worker(worker.url): None for worker in failed}:
             if not await self._engine.revive(worker, path, version):
                 self._workers = [w for w in self._workers if w.url != worker.url]
@@ -163,7 +161,8 @@ class Rollouts:
             raise EngineError(
                 f"no engine took weight version {version}; their logs are in {self._attempt.logs}"
             )
-        self._policy.set_workers(self._workers, version)
+        if failed:
+            self._policy.set_workers(self._workers, version)
 
     def draw_state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of the draws."""

@@ -37,7 +37,8 @@ class TrainerHost:
 
     def step(self, groups: Sequence[Sequence[Sample]], step: int) -> dict[str, float]:
         """Do one training step."""
-        return self._trainer.step(groups, step)
+        metrics: dict[str, float] = self._trainer.step(groups, step)
+        return metrics
 
     def publish(self, directory: str) -> None:
         """Write the weights."""
