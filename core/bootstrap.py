@@ -43,6 +43,8 @@ The first call makes .venv in the checkout and installs with pip into it; the ne
 
 What to read: README.md, then docs/tutorial.md.
 """
+#: what a verb without a recipe uses unless it is told otherwise
+IMPLIED = {"tasks": ["environment.tbench2", "agent.oracle", "agent.nop", "sandbox.local"]}
 
 
 def find_recipe(verb: str, arguments: Sequence[str], root: Path, cwd: Path) -> str | None:
@@ -50,6 +52,8 @@ def find_recipe(verb: str, arguments: Sequence[str], root: Path, cwd: Path) -> s
     words = [a for a in arguments if not a.startswith(("-", "~", "+")) and "=" not in a]
     for word in words:
         if (root / "recipes" / f"{word}.yaml").is_file():
+            return word
+        if (cwd / f"{word}.yaml").is_file():
             return word
         if word.endswith((".yaml", ".yml")):
             if (cwd / word).is_file():
@@ -117,7 +121,7 @@ def command_line(workspace: Workspace, verb: str, arguments: Sequence[str], cwd:
     recipe = find_recipe(verb, arguments, workspace.root, cwd)
     core = Wanted(workspace.core)
     workspace.ensure([core])
-    names = list(arguments)
+    names = [*arguments, *IMPLIED.get(verb, ())]
     if recipe is not None and verb != "needs":
         names = recipe_needs(workspace, recipe, arguments, cwd)
         advise_on_sandbox(names, workspace.progress)

@@ -18,6 +18,7 @@ import pydantic
 from pydantic.fields import FieldInfo
 
 from rollhook import hookspecs
+from rollhook.cli.main import VERBS, LazyCommand
 from rollhook.component import Component
 from rollhook.recipe.load import read_recipe
 from rollhook.recipe.names import names_in
@@ -229,10 +230,6 @@ def interface(cls: type) -> str:
 
 def commands_page() -> str:
     """Return the reference of the command line."""
-    import typer.main
-
-    from rollhook.cli.main import app
-
     text = f"""{NOTE}# Command line
 
 `python3 core VERB ...` in a checkout, `rollhook VERB ...` where it is installed.
@@ -240,24 +237,25 @@ def commands_page() -> str:
 Exit codes: 0 success; 1 the job or the check failed; 2 wrong usage or an invalid recipe; 3 stopped;
 124 waited too long. An error is one sentence on stderr with the way out; `--debug` adds the traceback.
 """
-    return text + "".join(command_text(typer.main.get_command(app), ["rollhook"]))
+    for verb, (target, summary) in VERBS.items():
+        text += "".join(command_text(LazyCommand(verb, target, summary).real(), ["rollhook", verb]))
+    return text
 
 
 def command_text(command: Any, path: list[str]) -> Iterator[str]:
-    """Yield the reference of a click command and of those below it."""
-    if not command.hidden:
-        yield f"\n## {' '.join(path)}\n\n{inspect.cleandoc(command.help or '')}\n"
-        rows = []
-        for parameter in command.params:
-            if parameter.name in ("help", "install_completion", "show_completion"):
-                continue
-            option = parameter.param_type_name == "option"
-            name = ", ".join(parameter.opts) if option else str(parameter.human_readable_name).upper()
-            rows.append(f"| `{name}` | {cell(getattr(parameter, 'help', '') or '')} |")
-        if rows:
-            yield "\n".join(["\n| argument | meaning |", "|---|---|", *rows, ""])
-        for name, child in sorted(getattr(command, "commands", {}).items()):
-            yield from command_text(child, [*path, name])
+    """Yield the reference of a command and of those below it."""
+    yield f"\n## {' '.join(path)}\n\n{inspect.cleandoc(command.help or '')}\n"
+    rows = []
+    for parameter in command.params:
+        if parameter.name in ("help", "install_completion", "show_completion"):
+            continue
+        option = parameter.param_type_name == "option"
+        name = ", ".join(parameter.opts) if option else parameter.metavar or str(parameter.name).upper()
+        rows.append(f"| `{name}` | {cell(getattr(parameter, 'help', '') or '')} |")
+    if rows:
+        yield "\n".join(["\n| argument | meaning |", "|---|---|", *rows, ""])
+    for name, child in sorted(getattr(command, "commands", {}).items()):
+        yield from command_text(child, [*path, name])
 
 
 def recipes_page() -> str:

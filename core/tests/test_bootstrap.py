@@ -240,9 +240,12 @@ def test_a_directory_that_is_no_venv_is_left_alone(bootstrap: ModuleType, checko
 
 def test_other_verbs_get_the_parts_that_their_arguments_name(bootstrap: ModuleType, checkout: Path) -> None:
     machine = FakeMachine()
-    outcome = call(bootstrap, checkout, machine, "tasks", "list", "pocket")
+    outcome = call(bootstrap, checkout, machine, "data", "prepare", "pocket")
     assert machine.pip_calls[-1] == ["-e", "core", "-e", "envs/tbench2"]
-    assert outcome.executed[-3:] == ["tasks", "list", "pocket"]
+    assert outcome.executed[-3:] == ["data", "prepare", "pocket"]
+    machine = FakeMachine()
+    call(bootstrap, checkout, machine, "tasks", "oracle", "pocket")
+    assert machine.pip_calls[-1] == ["-e", "core", "-e", "plugins/local", "-e", "envs/tbench2"]
     assert (
         call(bootstrap, checkout, FakeMachine(), "check", "recipes/quickstart.yaml").executed[-2] == "check"
     )
