@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from importlib import resources
-from importlib.metadata import entry_points
+from importlib.metadata import Distribution, entry_points
 from pathlib import Path
 
 GROUP = "rollhook"
@@ -48,20 +45,21 @@ class EntryInfo:
 def installed() -> list[EntryInfo]:
     """Return every entry point of the group `rollhook`, sorted by name, duplicates included."""
     found = []
+    read: dict[int, tuple[str, str, tuple[str, ...]]] = {}
     for point in entry_points(group=GROUP):
         kind, _, name = point.name.partition(".")
-        dist = point.dist
-        found.append(
-            EntryInfo(
-                kind,
-                name,
-                point.value,
-                dist.name if dist else "",
-                dist.version if dist else "",
-                tuple(dist.requires or ()) if dist else (),
-            )
-        )
+        if id(point.dist) not in read:
+            read[id(point.dist)] = _about(point.dist)
+        found.append(EntryInfo(kind, name, point.value, *read[id(point.dist)]))
     return sorted(found, key=lambda entry: (entry.full_name, entry.distribution))
+
+
+def _about(distribution: Distribution | None) -> tuple[str, str, tuple[str, ...]]:
+    """Return name, version and requirements; reading a distribution's metadata is what takes the time."""
+    if distribution is None:
+        return "", "", ()
+    metadata = distribution.metadata
+    return metadata["Name"], metadata["Version"], tuple(metadata.get_all("Requires-Dist") or ())
 
 
 def claimed_twice(entries: Iterable[EntryInfo]) -> dict[tuple[str, str], list[EntryInfo]]:
@@ -74,6 +72,9 @@ def claimed_twice(entries: Iterable[EntryInfo]) -> dict[tuple[str, str], list[En
 
 def known_plugins() -> Mapping[str, Mapping[str, str]]:
     """Return the plugins that this version knows of: kind -> name -> distribution."""
+    import tomllib
+    from importlib import resources
+
     text = resources.files("rollhook").joinpath("known_plugins.toml").read_text("utf-8")
     return tomllib.loads(text)
 
@@ -90,4 +91,6 @@ def pip_command(distribution: str) -> str:
 
 def nearest(word: str, choices: Iterable[str]) -> str:
     """Return the choice that `word` most likely means, or an empty string."""
+    import difflib
+
     return next(iter(difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)), "")

@@ -24,6 +24,7 @@ from rollhook.installed import installed
 
 State = Literal["ok", "warn", "fail"]
 _GIB = 1024**3
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where Ray keeps objects
 #: Ray's sockets live below its temporary directory; a Unix socket's path has at most 107 bytes
 _RAY_SOCKET_SUFFIX = 60
 
@@ -142,10 +143,10 @@ def ray() -> Iterator[Row]:
     fix = ""
     if len(tempfile.gettempdir()) + _RAY_SOCKET_SUFFIX > 107:
         fix = "its socket paths get too long: set TMPDIR to a shorter directory"
-    shared = Path("/dev/shm")  # noqa: S108 - where Ray keeps objects
+    shared = _SHARED_MEMORY
     room = shutil.disk_usage(shared).free if shared.is_dir() else 0
     if room < _GIB // 4:
-        fix = fix or f"/dev/shm has {room / _GIB:.2f} GiB free, so objects go to disk: enlarge it"
+        fix = fix or f"{shared} has {room / _GIB:.2f} GiB free, so objects go to disk: enlarge it"
     yield Row("ray", "warn" if fix else "ok", f"{release}, {room / _GIB:.1f} GiB of shared memory", fix)
 
 

@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         arguments.remove("--debug")
     try:
         app(arguments, prog_name="rollhook")
-    except Exception as error:  # noqa: BLE001 - the edge: a traceback is shown only on demand
+    except Exception as error:
         if debug:
             raise
         sys.exit(_report(error))

@@ -82,11 +82,7 @@ def explain(recipe: Recipe, overrides: Overrides = None, json: Json = False) -> 
         table([(each.key, show(each.value), each.source) for each in rows])
         if deviations:
             typer.echo("\nDeviations from the reference:")
-            shown = [
-                (key, show(each.value), f"instead of {show(each.reference)}")
-                for key, each in deviations.items()
-            ]
-            table(shown)
+            table([(key, show(d.value), f"instead of {show(d.reference)}") for key, d in deviations.items()])
     if checked.composition:
         raise RecipeError(checked.composition)
 
@@ -119,7 +115,7 @@ def _needed(recipe: str, overrides: list[str], above: tuple[str, ...]) -> list[t
 
 
 def _readable(loaded: Loaded) -> None:
-    """Raise RecipeError for a recipe of which nothing could be read; other problems are the verb's to report."""
+    """Raise RecipeError for a recipe of which nothing could be read; the rest is for the verb to report."""
     from rollhook.recipe.problem import RecipeError
 
     if not loaded.resolved:

@@ -72,7 +72,7 @@ class Loaded:
 
     def defaulted(self) -> dict[str, Any]:
         """Return the resolved data with the components that the core adds where a recipe names none."""
-        return {**{key: DEFAULTS[key] for key in ("router", "launcher")}, **self.resolved}
+        return self.resolved | {k: DEFAULTS[k] for k in ("router", "launcher") if k not in self.resolved}
 
     def locate(self, problem: Problem) -> Problem:
         """Return the problem with the file and line that gave its key, where none is named yet.
