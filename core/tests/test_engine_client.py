@@ -1,0 +1,351 @@
+"""The engine client: payloads per endpoint, deadlines, and what counts as a failure."""
+
+import asyncio
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollhook.engine.base import GenerationRequest, SamplingParams
+from rollhook.engine.client import EngineClient, generate_body, parse_generation, version_number
+from rollhook.engine.weights import MARKER, WeightStore, update_workers
+from rollhook.errors import EngineError
+from rollhook.router import Worker
+from rollhook.testing.fake_engine import FakeEngine, scripted
+
+REQUEST = GenerationRequest("r", [1, 2, 3], SamplingParams(max_new_tokens=4, stop_token_ids=(9,), seed=7))
+
+
+@pytest.fixture
+async def engine():
+    async with FakeEngine(scripted([5, 6, 9, 8])) as engine:
+        yield engine
+
+
+@pytest.fixture
+async def client():
+    client = EngineClient(generate_timeout=5, control_timeout=5)
+    yield client
+    await client.aclose()
+    await client.aclose()
+
+
+async def test_a_generation_has_one_logprob_and_one_version_per_token(engine, client):
+    generation = await client.generate(engine.worker, REQUEST)
+    assert generation.token_ids == [5, 6, 9]
+    assert generation.logprobs == [-1 / 128, -2 / 128, -3 / 128]
+    assert generation.versions == [1, 1, 1]
+    assert (generation.finish_reason, generation.weight_version, generation.queue_seconds) == (
+        "stop",
+        1,
+        None,
+    )
+
+
+async def test_the_rank_travels_in_the_body(engine, client):
+    await client.generate(Worker(engine.url, 3), REQUEST)
+    await client.generate(engine.worker, REQUEST)
+    assert engine.requests[0]["data_parallel_rank"] == 3
+    assert "data_parallel_rank" not in engine.requests[1]
+    assert engine.requests[0]["sampling_params"]["sampling_seed"] == 7
+
+
+def test_a_request_without_a_seed_sends_none():
+    body = generate_body(GenerationRequest("r", [1], SamplingParams()), None)
+    assert "sampling_seed" not in body["sampling_params"]
+
+
+@pytest.mark.parametrize(
+    ("call", "path", "body"),
+    [
+        (lambda c, w, p: c.pause(w, "abort"), "pause_generation", {"mode": "abort"}),
+        (lambda c, w, p: c.continue_(w), "continue_generation", {}),
+        (lambda c, w, p: c.flush(w), "flush_cache", {}),
+        (lambda c, w, p: c.abort(w, "x"), "abort_request", {"rid": "x"}),
+        (lambda c, w, p: c.abort(w), "abort_request", {"abort_all": True}),
+        (
+            lambda c, w, p: c.update_weights_from_disk(w, p, 12),
+            "update_weights_from_disk",
+            {"model_path": "PATH", "weight_version": "12"},
+        ),
+    ],
+    ids=["pause", "continue", "flush", "abort one", "abort all", "update"],
+)
+async def test_control_calls_send_what_sglang_takes(engine, client, tmp_path, call, path, body):
+    await call(client, engine.worker, tmp_path)
+    assert engine.control == [(path, {k: str(tmp_path) if v == "PATH" else v for k, v in body.items()})]
+
+
+async def test_the_version_is_asked_under_either_path(engine, client):
+    assert await client.weight_version(engine.worker) == 1
+    engine.fail("/get_weight_version", 404)
+    assert await client.weight_version(engine.worker) == 1
+    engine.version = "default"
+    assert await client.weight_version(engine.worker) is None
+
+
+async def test_health_is_a_yes_or_no(engine, client):
+    assert await client.health(engine.worker)
+    engine.healthy = False
+    assert not await client.health(engine.worker)
+    await engine.stop()
+    assert not await client.health(engine.worker)
+
+
+async def test_server_info_is_the_engines_own(engine, client):
+    assert (await client.server_info(engine.worker))["dp_size"] == 1
+
+
+async def test_a_200_that_says_no_is_a_failure(engine, client):
+    engine.fail("/continue_generation", 200, body={"success": False, "error_message": "not paused"})
+    with pytest.raises(EngineError, match=r"http://.*/continue_generation failed: not paused"):
+        await client.continue_(engine.worker)
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (302, "user"),
+        (400, "user"),
+        (404, "user"),
+        (422, "user"),
+        (408, "retryable"),
+        (429, "retryable"),
+        (500, "retryable"),
+        (501, "infrastructure"),
+        (502, "retryable"),
+        (503, "retryable"),
+    ],
+)
+async def test_a_status_tells_who_can_mend_it(engine, client, status, kind):
+    engine.fail("/generate", status)
+    with pytest.raises(
+        EngineError, match=f"{engine.url}/generate answered {status}: scripted failure"
+    ) as caught:
+        await client.generate(engine.worker, REQUEST)
+    assert caught.value.kind == kind
+
+
+async def test_a_dropped_connection_is_retryable(engine, client):
+    engine.fail("/generate", 0)
+    with pytest.raises(EngineError, match="cannot be reached") as caught:
+        await client.generate(engine.worker, REQUEST)
+    assert caught.value.kind == "retryable"
+
+
+async def test_nobody_listening_is_retryable(client):
+    with pytest.raises(EngineError, match=r"http://127.0.0.1:1/generate cannot be reached") as caught:
+        await client.generate(Worker("http://127.0.0.1:1"), REQUEST)
+    assert caught.value.kind == "retryable"
+
+
+async def test_silence_ends_at_the_deadline(engine):
+    client = EngineClient(generate_timeout=0.05)
+    engine.hold()
+    with pytest.raises(EngineError, match=r"did not answer within 0\.05 s") as caught:
+        await client.generate(engine.worker, REQUEST)
+    assert caught.value.kind == "retryable"
+    await client.aclose()
+
+
+async def test_a_client_of_a_shared_session_leaves_it_open(engine):
+    import aiohttp
+
+    async with aiohttp.ClientSession() as session:
+        client = EngineClient(session)
+        await client.generate(engine.worker, REQUEST)
+        await client.aclose()
+        assert not session.closed
+
+
+def change(**meta):
+    def mangle(answer):
+        answer["meta_info"].update(meta)
+        return answer
+
+    return mangle
+
+
+def without(key):
+    def mangle(answer):
+        del answer["meta_info"][key]
+        return answer
+
+    return mangle
+
+
+@pytest.mark.parametrize(
+    "mangle",
+    [
+        change(completion_tokens=2),
+        change(output_token_logprobs=[[-0.1, 5, None]]),
+        change(output_token_logprobs=[[None, 5], [-0.1, 6], [-0.1, 9]]),
+        change(output_token_logprobs=[[-0.1, 5], [-0.1, 6], [-0.1]]),
+        change(output_token_logprobs=[[-0.1, 5], [-0.1, 6], [-0.1, 7]]),
+        change(output_token_logprobs="no"),
+        change(finish_reason={"type": "tired"}),
+        change(finish_reason=None),
+        change(weight_versions=[1]),
+        without("output_token_logprobs"),
+        without("finish_reason"),
+        without("completion_tokens"),
+        lambda answer: {},
+        lambda answer: [],
+        lambda answer: "text",
+        lambda answer: None,
+    ],
+)
+async def test_an_answer_outside_the_protocol_is_an_engine_error(engine, client, mangle):
+    engine.mangle = mangle
+    with pytest.raises(EngineError, match="outside the protocol") as caught:
+        await client.generate(engine.worker, REQUEST)
+    assert caught.value.kind == "infrastructure"
+
+
+async def test_an_aborted_request_needs_no_tokens(engine, client):
+    engine.mangle = lambda answer: {"meta_info": {"finish_reason": {"type": "abort"}}}
+    assert (await client.generate(engine.worker, REQUEST)).finish_reason == "abort"
+
+
+async def test_an_abort_ends_the_request_that_it_names(engine, client):
+    engine.hold()
+    calls = [
+        asyncio.ensure_future(
+            client.generate(engine.worker, GenerationRequest(rid, [1], SamplingParams(max_new_tokens=2)))
+        )
+        for rid in "ab"
+    ]
+    await engine.until(lambda: engine.running == 2)
+    await client.abort(engine.worker, "a")
+    assert (await calls[0]).finish_reason == "abort"
+    await engine.release()
+    assert (await calls[1]).finish_reason == "length"
+
+
+json = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+meta = st.fixed_dictionaries(
+    {},
+    optional={
+        "finish_reason": json | st.just({"type": "stop"}),
+        "output_token_logprobs": json | st.just([[-0.1, 3]]),
+        "completion_tokens": json | st.just(1),
+        "weight_versions": json,
+        "weight_version": json,
+        "queue_time": json,
+        "cached_tokens": json,
+    },
+)
+
+
+@given(st.builds(lambda m: {"meta_info": m}, meta) | json)
+def test_any_json_is_a_generation_or_an_error_of_the_protocol(answer):
+    try:
+        generation = parse_generation(answer)
+    except (KeyError, TypeError, ValueError, IndexError, OverflowError):
+        return
+    assert len(generation.token_ids) == len(generation.logprobs)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("12", 12), (3, 3), ("default", None), (None, None), ("", None)]
+)
+def test_versions_are_numbers_or_nothing(text, number):
+    assert version_number(text) == number
+
+
+# -- weights
+
+
+def test_a_version_is_complete_once_committed(tmp_path):
+    store = WeightStore(tmp_path / "w")
+    path = store.new(3)
+    (path / "model.safetensors").write_bytes(b"x")
+    assert store.newest() is None
+    store.commit(path, 3)
+    assert store.newest() == (3, path)
+    assert (path / MARKER).exists()
+
+
+def test_a_version_is_published_once_and_a_crashs_leftover_is_replaced(tmp_path):
+    store = WeightStore(tmp_path)
+    (store.new(1) / "half").write_text("x")
+    path = store.new(1)
+    assert list(path.iterdir()) == []
+    store.commit(path, 1)
+    with pytest.raises(EngineError, match="was published before"):
+        store.new(1)
+
+
+def test_two_versions_and_those_in_use_are_kept(tmp_path):
+    store = WeightStore(tmp_path)
+    for version in range(1, 7):
+        store.commit(store.new(version), version)
+    half, coming = store.new(0), store.new(9)
+    assert store.prune(in_use={2}) == [0, 1, 3, 4]
+    assert store.complete() == [2, 5, 6]
+    assert not half.exists()
+    assert coming.exists()
+
+
+def test_other_directories_are_left_alone(tmp_path):
+    store = WeightStore(tmp_path)
+    (tmp_path / "notes").mkdir()
+    for version in (1, 2, 3):
+        store.commit(store.new(version), version)
+    store.prune()
+    assert (tmp_path / "notes").exists()
+    assert WeightStore(tmp_path / "absent").prune() == []
+
+
+async def test_every_engine_is_updated_once_however_many_ranks(tmp_path, client):
+    async with FakeEngine(dp_size=4) as engine:
+        assert await update_workers(client, engine.workers, tmp_path, 2, "retract") == {}
+        assert [name for name, _ in engine.control] == [
+            "pause_generation",
+            "update_weights_from_disk",
+            "continue_generation",
+        ]
+        assert engine.control[0][1] == {"mode": "retract"}
+        assert engine.version == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("/pause_generation", "pause_generation answered 500"),
+        ("/update_weights_from_disk", "update_weights_from_disk answered 500"),
+        ("/get_weight_version", "get_weight_version answered 500"),
+        ("/continue_generation", "continue_generation answered 500"),
+    ],
+)
+async def test_an_engine_that_fails_in_any_step_is_reported_and_told_to_continue(
+    tmp_path, client, path, told
+):
+    async with FakeEngine(dp_size=2) as bad, FakeEngine() as good:
+        bad.fail(path)
+        failed = await update_workers(client, [*bad.workers, *good.workers], tmp_path, 2)
+        assert set(failed) == set(bad.workers)
+        assert told in failed[bad.workers[0]]
+        assert bad.control[-1][0] == "continue_generation"
+        assert good.version == 2
+
+
+async def test_an_engine_that_says_yes_and_serves_the_old_version_has_failed(tmp_path, client):
+    async with FakeEngine() as engine:
+        engine.fail("/update_weights_from_disk", 200, body={"success": True})
+        failed = await update_workers(client, engine.workers, tmp_path, 2)
+        assert failed == {engine.worker: "it serves version 1 after the update"}
+
+
+async def test_an_engine_that_is_gone_does_not_hold_up_the_others(tmp_path, client):
+    async with FakeEngine() as good:
+        began = time.monotonic()
+        failed = await update_workers(client, [Worker("http://127.0.0.1:1"), good.worker], tmp_path, 2)
+        assert list(failed) == [Worker("http://127.0.0.1:1")]
+        assert good.version == 2
+        assert time.monotonic() - began < 5
