@@ -130,7 +130,9 @@ def parse_task_toml(text: str) -> tuple[TaskToml | None, list[TaskProblem]]:
         raw = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         line = re.search(r"at line (\d+)", str(error))
-        return None, [TaskProblem(FILE, "", int(line[1]) if line else 0, f"not TOML: {error}")]
+        return None, [
+            TaskProblem(FILE, "", int(line[1]) if line else text.count("\n") + 1, f"not TOML: {error}")
+        ]
     problems = [
         TaskProblem(FILE, path, line_of(text, path.split(".")), reason)
         for path, reason in [*_take_legacy(raw), *_take_unsupported(raw)]
