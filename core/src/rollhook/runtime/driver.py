@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,31 +89,50 @@ class Driver:
 
     async def _attempt(self, attempt: Attempt) -> None:
         async with AsyncExitStack() as stack:
-            self._open_records(attempt, stack)
             parts = Parts(self.recipe, self.plugins, attempt.path, attempt.run.run_id, attempt.number)
+            self._open_records(parts, attempt, stack)
             rollouts = await self._prepare_rollouts(parts, attempt, stack)
-            trainer = await self._place_trainer(parts, attempt, stack)
-            model_dir = await self._initial_model(trainer, attempt)
-            await trainer.call(
-                "setup", str(model_dir), self.recipe.steps, derive(self.recipe.seed, "trainer")
-            )
-            weights = WeightStore(self.run_dir.path / "weights")
-            if rollouts is not None:
-                path = await self._publish(trainer, weights)
-                await rollouts.start(self.cluster.placement, path, self._version)
-                self.result.notes.update(rollouts.descriptions)
+            trainer = await self._start(parts, rollouts, attempt, stack)
             self.observers.run_started(attempt.run.run_id, attempt.number, self.recipe)
+            weights = WeightStore(self.run_dir.path / "weights")
             try:
                 await self._loop(trainer, rollouts, weights, attempt)
             finally:
                 self.observers.run_finished(attempt.run.run_id, self.result.status)
 
-    def _open_records(self, attempt: Attempt, stack: AsyncExitStack) -> None:
+    async def _start(
+        self, parts: Parts, rollouts: Rollouts | None, attempt: Attempt, stack: AsyncExitStack
+    ) -> Remote:
+        """Bring up trainer and engines, at once where the first weights exist already."""
+        placing = asyncio.ensure_future(self._place_trainer(parts, attempt, stack))
+        try:
+            model_dir = await self._initial_model(parts, placing, attempt)
+        except BaseException:
+            placing.cancel()
+            raise
+
+        async def set_up() -> Remote:
+            trainer = await placing
+            seed = derive(self.recipe.seed, "trainer")
+            await trainer.call("setup", str(model_dir), self.recipe.steps, seed)
+            return trainer
+
+        try:
+            async with asyncio.TaskGroup() as starting:
+                trainer = starting.create_task(set_up())
+                if rollouts is not None:
+                    starting.create_task(rollouts.start(self.cluster.placement, model_dir, self._version))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        if rollouts is not None:
+            self.result.notes.update(rollouts.descriptions)
+        return trainer.result()
+
+    def _open_records(self, parts: Parts, attempt: Attempt, stack: AsyncExitStack) -> None:
         self.store = EpisodeStore(self.run_dir.episodes)
         stack.callback(self.store.close)
         self.metrics = MetricsWriter(self.run_dir.metrics_path)
         stack.callback(self.metrics.close)
-        parts = Parts(self.recipe, self.plugins, attempt.path, attempt.run.run_id, attempt.number)
         trackers = {
             use.use: parts.build("tracker", use, f"trackers.{use.use}") for use in self.recipe.trackers
         }
@@ -150,11 +169,11 @@ class Driver:
         stack.push_async_callback(trainer.stop)
         return trainer
 
-    async def _initial_model(self, trainer: Remote, attempt: Attempt) -> Path:
-        """Return the directory of the first weights, made here when the recipe initialises them."""
+    async def _initial_model(self, parts: Parts, placing: Awaitable[Remote], attempt: Attempt) -> Path:
+        """Return the directory of the first weights, made by the trainer where the recipe says `init`."""
         model = self.recipe.model
         if self.recipe.checkpoint.load_from:
-            return local_model(self.recipe.checkpoint.load_from)
+            return await asyncio.to_thread(local_model, self.recipe.checkpoint.load_from)
         if model is None or (model.path is None and model.init is None):
             raise UsageError("model: name weights with `path` or make fresh ones with `init`")
         if model.init is None:
@@ -162,7 +181,8 @@ class Driver:
             return await asyncio.to_thread(local_model, model.path)
         directory = attempt.path / "model"
         directory.mkdir()
-        keys = Parts(self.recipe, self.plugins, attempt.path, "", 0).resolved(model.model_dump())
+        keys = parts.resolved(model.model_dump())
+        trainer = await placing
         await trainer.call("initialise_model", keys, str(directory), derive(self.recipe.seed, "model"))
         return directory
 

@@ -1,0 +1,3 @@
+#!/bin/sh
+cd /work || exit
+echo lagoon >> amber.cfg

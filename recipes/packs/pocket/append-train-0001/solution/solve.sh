@@ -1,0 +1,3 @@
+#!/bin/sh
+cd /work || exit
+echo harbor >> pebble.log

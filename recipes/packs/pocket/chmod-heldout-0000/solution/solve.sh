@@ -1,0 +1,3 @@
+#!/bin/sh
+cd /work || exit
+chmod +x maple/falcon.sh

@@ -1,0 +1,3 @@
+#!/bin/sh
+cd /work || exit
+chmod +x birch/garnet.sh

@@ -1,0 +1,3 @@
+#!/bin/sh
+cd /work || exit
+chmod +x ember/anchor.sh

@@ -1,0 +1,3 @@
+#!/bin/sh
+cd /work || exit
+cp indigo.txt marble.txt

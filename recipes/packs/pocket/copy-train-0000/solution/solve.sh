@@ -1,0 +1,3 @@
+#!/bin/sh
+cd /work || exit
+cp amber.cfg island.cfg

@@ -1,0 +1,3 @@
+#!/bin/sh
+cd /work || exit
+cp nectar.log harbor.log

@@ -1,0 +1,3 @@
+#!/bin/sh
+cd /work || exit
+wc -l < cobalt/marble.txt > maple.txt

@@ -1,0 +1,3 @@
+#!/bin/sh
+cd /work || exit
+wc -l < garnet/meadow.txt > juniper.txt

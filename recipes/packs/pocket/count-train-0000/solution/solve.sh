@@ -1,0 +1,3 @@
+#!/bin/sh
+cd /work || exit
+wc -l < juniper/ivory.txt > lagoon.txt

@@ -1,0 +1,3 @@
+#!/bin/sh
+cd /work || exit
+wc -l < willow/saffron.txt > jasper.txt

@@ -1,0 +1,3 @@
+#!/bin/sh
+cd /work || exit
+echo pebble > mosaic.txt

@@ -1,0 +1,3 @@
+#!/bin/sh
+cd /work || exit
+echo juniper > quartz.cfg

@@ -1,0 +1,3 @@
+#!/bin/sh
+cd /work || exit
+cut -d, -f2 falcon.csv > marble.txt

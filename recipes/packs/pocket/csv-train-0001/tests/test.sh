@@ -1,0 +1,20 @@
+#!/bin/sh
+# Writes 1 to /logs/verifier/reward.txt if everything in solved holds, else 0.
+holds() {
+  [ -f "$1" ] && [ ! -L "$1" ] && [ "$(head -c 4096 "$1")" = "$2" ]
+}
+solved() {
+  cd /work || return 1
+  holds glacier.txt '45
+27
+17
+32' &&
+  holds raven.csv 'garnet,45,64
+indigo,27,72
+lemon,17,79
+anchor,32,84'
+}
+reward=0
+if (solved) > /dev/null 2>&1; then reward=1; fi
+mkdir -p /logs/verifier
+echo "$reward" > /logs/verifier/reward.txt

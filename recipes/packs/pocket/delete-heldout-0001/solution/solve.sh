@@ -1,0 +1,3 @@
+#!/bin/sh
+cd /work || exit
+rm ivory/harbor.log

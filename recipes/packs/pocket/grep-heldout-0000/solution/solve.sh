@@ -1,0 +1,3 @@
+#!/bin/sh
+cd /work || exit
+grep lagoon pebble.cfg > marble.txt

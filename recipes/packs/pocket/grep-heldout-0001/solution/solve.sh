@@ -1,0 +1,3 @@
+#!/bin/sh
+cd /work || exit
+grep lagoon orchid.cfg > onyx.txt

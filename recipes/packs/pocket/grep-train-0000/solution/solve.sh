@@ -1,0 +1,3 @@
+#!/bin/sh
+cd /work || exit
+grep glacier beacon.txt > forest.txt

@@ -1,0 +1,3 @@
+#!/bin/sh
+cd /work || exit
+grep amber basil.txt > hazel.txt

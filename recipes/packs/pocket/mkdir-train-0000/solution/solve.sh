@@ -1,0 +1,3 @@
+#!/bin/sh
+cd /work || exit
+mkdir -p pebble/cedar

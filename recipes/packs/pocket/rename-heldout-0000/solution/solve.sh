@@ -1,0 +1,3 @@
+#!/bin/sh
+cd /work || exit
+mv beacon.txt lagoon.txt

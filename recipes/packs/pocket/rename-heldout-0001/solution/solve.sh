@@ -1,0 +1,3 @@
+#!/bin/sh
+cd /work || exit
+mv copper.txt falcon.txt

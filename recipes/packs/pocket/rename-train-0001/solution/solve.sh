@@ -1,0 +1,3 @@
+#!/bin/sh
+cd /work || exit
+mv saffron.cfg nectar.cfg

@@ -1,0 +1,3 @@
+#!/bin/sh
+cd /work || exit
+sort -u quartz/lantern.txt > ember.txt

@@ -1,0 +1,3 @@
+#!/bin/sh
+cd /work || exit
+sort -u willow/saffron.txt > garnet.txt

@@ -1,0 +1,3 @@
+#!/bin/sh
+cd /work || exit
+sort -u harbor/ember.txt > island.txt

@@ -1,0 +1,3 @@
+#!/bin/sh
+cd /work || exit
+tar -cf canyon.tar basil

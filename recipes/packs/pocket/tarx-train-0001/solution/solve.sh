@@ -1,0 +1,3 @@
+#!/bin/sh
+cd /work || exit
+tar -xf basil.tar -C ivory

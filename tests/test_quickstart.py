@@ -1,0 +1,210 @@
+"""The quickstart's short form, as a user runs it: it must learn, and leave nothing behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rollhook.journal import read
+from rollhook.runtime.evaluate import one_sided_p
+from rollhook.runtime.results import read_result
+
+ROOT = Path(__file__).parents[1]
+SENTINEL = "sentinel-1f0c9e-never-to-be-seen"
+pytest.importorskip("torch", reason="needs torch: `python3 core test` installs it")
+pytest.importorskip("ray", reason="needs ray: `python3 core test` installs it")
+
+SHORT = [
+    "steps=14",
+    "evaluation.every=14",
+    "evaluation.episodes=260",
+    "evaluation.greedy=false",
+    "engine.processes=2",
+]
+
+
+def command(*words):
+    return [sys.executable, "-m", "rollhook.cli.main", *words]
+
+
+def environment(tmp_path):
+    homes = {name: str(tmp_path / name.lower()) for name in ("XDG_CACHE_HOME", "XDG_STATE_HOME")}
+    return os.environ | homes | {"ROLLHOOK_SENTINEL": SENTINEL}
+
+
+def leftovers(tmp_path):
+    """Return the processes that still speak of this run's directory."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            argv = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if str(tmp_path) in argv and int(path.parent.name) != os.getpid():
+            found.append(argv)
+    return found
+
+
+def wait_until_gone(tmp_path, seconds=20):
+    deadline = time.monotonic() + seconds
+    while leftovers(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return leftovers(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_short_quickstart_learns_and_leaves_nothing(tmp_path):
+    root = tmp_path / "runs"
+    done = subprocess.run(
+        command("run", "quickstart", *SHORT, f"storage.root={root}", "--run-id", "q", "--json"),
+        cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=800,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    result = read_result(root / "q")
+    before, after = (e.total for e in result.evaluations if e.mode == "sampled")
+    assert min(before.count, after.count) >= 200
+    assert before.errors == after.errors == 0
+    assert one_sided_p(before, after) < 0.01, (before, after)
+    assert json.loads(done.stdout)["metrics"]["eval/pass_rate"] == pytest.approx(after.value)
+    one_sandbox_per_episode(root / "q")
+    every_prompt_has_an_owner(root / "q")
+    assert wait_until_gone(tmp_path) == []
+    for path in root.rglob("*"):
+        if path.is_file():
+            assert SENTINEL.encode() not in path.read_bytes(), path
+    assert SENTINEL not in done.stdout + done.stderr
+
+
+def one_sandbox_per_episode(run):
+    events = list(read(run / "attempts/1/journal.jsonl"))
+    created = [e for e in events if e.event == "lease_wanted"]
+    finished = {e.data["episode_id"] for e in events if e.event == "episode_finished"}
+    owners = [e.data["episode_id"] for e in created if e.data.get("episode_id")]
+    assert len(owners) == len(set(owners))
+    assert finished <= set(owners)
+
+
+def every_prompt_has_an_owner(run):
+    events = list(read(run / "attempts/1/journal.jsonl"))
+    started = [e.data["episode_id"] for e in events if e.event == "episode_started"]
+    trained = [
+        i
+        for p in sorted(run.glob("checkpoints/*/COMPLETE.json"))
+        for i in json.loads(p.read_bytes())["episode_ids"]
+    ]
+    assert len(started) == len(set(started))
+    assert len(trained) == len(set(trained))
+    assert set(trained) <= set(started)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_interrupt_drains_and_a_second_one_stops_and_nothing_is_left(tmp_path, times):
+    root = tmp_path / "runs"
+    overrides = ["steps=500", "evaluation.every=0", "+needs.sft.overrides.1=steps=4", f"storage.root={root}"]
+    process = subprocess.Popen(
+        command("run", "quickstart", *overrides, "--run-id", "q"),
+        cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    metrics = root / "q/metrics.jsonl"
+    deadline = time.monotonic() + 200
+    while not (metrics.exists() and metrics.read_bytes()) and time.monotonic() < deadline:
+        assert process.poll() is None, process.stdout.read()[-3000:]
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    if times == 2:
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 3, output[-3000:]
+    assert "Traceback" not in output
+    assert read_result(root / "q").status == "stopped"
+    assert wait_until_gone(tmp_path) == []
+
+
+def peak_memory(process):
+    """Return the peak of the memory (proportional set size, bytes) of a process and all below it."""
+    most = 0
+    while process.poll() is None:
+        most = max(most, sum(proportional(pid) for pid in tree(process.pid)))
+        time.sleep(0.5)
+    return most
+
+
+def tree(pid):
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        parents.setdefault(int(fields[1]), []).append(int(path.parent.name))
+    found, todo = [], [pid]
+    while todo:
+        found.append(todo.pop())
+        todo += parents.get(found[-1], [])
+    return found
+
+
+def proportional(pid):
+    try:
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("Pss:")), 0)
+
+
+def run_whole(tmp_path, recipe, *overrides):
+    root, log = tmp_path / "runs", tmp_path / "log"
+    started = time.monotonic()
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command("run", recipe, f"storage.root={root}", "--run-id", "q", *overrides),
+            cwd=tmp_path, env=environment(tmp_path), stdout=output, stderr=output,
+        )  # fmt: skip
+        memory = peak_memory(process)
+    assert process.returncode == 0, log.read_text()[-4000:]
+    return read_result(root / "q"), time.monotonic() - started, memory
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_quickstart_learns_on_every_seed(tmp_path, seed, record_property):
+    result, seconds, memory = run_whole(tmp_path, "quickstart", f"seed={seed}")
+    sampled = [e.total for e in result.evaluations if e.mode == "sampled"]
+    greedy = [e.total for e in result.evaluations if e.mode == "greedy"]
+    record_property(
+        "figure",
+        f"quickstart seed {seed}: sampled {sampled[0].value:.3f} -> {sampled[-1].value:.3f} "
+        f"({sampled[0].count} episodes each), greedy {greedy[0].value:.3f} -> {greedy[-1].value:.3f}, "
+        f"{seconds:.0f} s in all, peak memory {memory / 2**30:.2f} GiB",
+    )
+    assert min(e.count for e in (*sampled, *greedy)) >= 400
+    assert 0.30 <= sampled[0].value <= 0.65
+    assert sampled[-1].value >= 0.75
+    assert sampled[-1].value - sampled[0].value >= 0.20
+    assert greedy[-1].value - greedy[0].value >= 0.10
+    assert memory < 4 * 2**30
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+def test_permuted_rewards_teach_nothing(tmp_path, record_property):
+    result, seconds, _ = run_whole(tmp_path, "quickstart-control")
+    before, after = (e.total for e in result.evaluations)
+    record_property(
+        "figure",
+        f"control, rewards permuted: {before.value:.3f} -> {after.value:.3f} "
+        f"({before.count} episodes each), {seconds:.0f} s in all",
+    )
+    assert min(before.count, after.count) >= 1000
+    assert after.value - before.value < 0.05
