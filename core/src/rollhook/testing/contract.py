@@ -19,6 +19,13 @@ class Contract:
 
     gaps: ClassVar[Mapping[str, str]] = {}
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Mark asynchronous cases, so that they run whatever the asyncio mode of the suite is."""
+        super().__init_subclass__(**options)
+        for name, case in list(vars(cls).items()):
+            if name.startswith("test_") and inspect.iscoroutinefunction(case):
+                setattr(cls, name, pytest.mark.asyncio(case))
+
     @pytest.fixture(autouse=True)
     def _declared_gap(self, request: pytest.FixtureRequest) -> None:
         name = request.function.__name__
