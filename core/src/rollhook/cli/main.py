@@ -31,6 +31,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "show": ("rollhook.cli.plugins:show", "Show the keys of a component or of a section of a recipe."),
     "tasks": ("rollhook.cli.tasks:app", "List, show and prove the tasks of an environment."),
     "data": ("rollhook.cli.data:app", "Prepare generated data."),
+    "sandboxes": ("rollhook.cli.sandboxes:app", "List and reap the sandboxes of runs."),
     "doctor": ("rollhook.cli.doctor:doctor", "Say what works on this machine, and how to get what does not."),
     "drive": (
         "rollhook.cli.run:drive",
