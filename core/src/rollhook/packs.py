@@ -8,7 +8,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,8 @@ from rollhook.errors import UsageError
 from rollhook.pack import Pack
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from rollhook.plugins import Plugins
 
 logger = logging.getLogger(__name__)
@@ -59,11 +61,11 @@ def packs_directory() -> Path:
     return Path(base) / "rollhook" / "packs"
 
 
-def ensure(pack: Pack, *, name: str = "pack", show: bool | None = None) -> Path:
+def ensure(pack: Pack, *, name: str = "pack", console: Console | None = None) -> Path:
     """Return the directory of a pack, writing it first if it is not there.
 
     Atomic: it is written beside its place and renamed, so that two processes may do so at once and a
-    killed one leaves nothing that counts. `show` draws a progress bar (default: on a terminal).
+    killed one leaves nothing that counts. A console (default: stderr) that is a terminal shows a bar.
     Raises UsageError when the cache cannot be written.
     """
     root = packs_directory()
@@ -75,7 +77,7 @@ def ensure(pack: Pack, *, name: str = "pack", show: bool | None = None) -> Path:
         root.mkdir(parents=True, exist_ok=True)
         _sweep(root)
         temporary.mkdir()
-        with _progress(name, show) as progress:
+        with _progress(name, console) as progress:
             pack.write(temporary, progress)
         _rename(temporary, place)
     except OSError as error:
@@ -130,20 +132,20 @@ def _sweep(root: Path) -> None:
             shutil.rmtree(entry, ignore_errors=True)
 
 
-def _progress(name: str, show: bool | None) -> Any:
-    """Return a context manager that gives the callback of a progress bar, or None without one."""
+def _progress(
+    name: str, console: Console | None
+) -> AbstractContextManager[Callable[[int, int], None] | None]:
+    """Return what gives the callback of a progress bar, or None where there is no terminal."""
     from rich.console import Console
 
-    console = Console(stderr=True)
-    if show is False or (show is None and not console.is_terminal):
-        return nullcontext(None)
-    return _Bar(name, console)
+    console = console or Console(stderr=True)
+    return _Bar(name, console) if console.is_terminal else nullcontext()
 
 
-class _Bar:
+class _Bar(AbstractContextManager[Callable[[int, int], None]]):
     """A progress bar as a callback of (done, total)."""
 
-    def __init__(self, name: str, console: Any) -> None:
+    def __init__(self, name: str, console: Console) -> None:
         from rich.progress import Progress
 
         self._progress = Progress(console=console, transient=True)

@@ -15,6 +15,7 @@ from rollhook.pack import Pack
 from rollhook_tbench2.config import PocketConfig
 from rollhook_tbench2.pocket.demos import SYSTEM_PROMPT, demonstration
 from rollhook_tbench2.pocket.families import FAMILIES
+from rollhook_tbench2.pocket.readme import page
 from rollhook_tbench2.pocket.tasks import PocketTask, draw_tasks, task_files
 
 
@@ -33,7 +34,7 @@ class PocketPack(Pack):
         return digest.hexdigest()[:16]
 
     def write(self, directory: Path, progress: Callable[[int, int], None] | None = None) -> None:
-        """Write task directories, `splits.json`, `demos.jsonl` and `pack.json`."""
+        """Write task directories, `splits.json`, `demos.jsonl`, `pack.json` and a page."""
         config = self.config
         tasks = list(draw_tasks(config.seed, config.train_per_family, config.heldout_per_family))
         for done, task in enumerate(tasks, start=1):
@@ -58,6 +59,7 @@ class PocketPack(Pack):
                 "noisy_families": sum(family.noisy for family in FAMILIES),
             },
         }
+        (directory / "README.md").write_text(page(config, tasks, rows))
         (directory / "pack.json").write_text(json.dumps(about, indent=1) + "\n")
 
 
