@@ -284,6 +284,9 @@ def _unknown_name(kind: str, name: str, entries: list[EntryInfo]) -> Problem:
                 f"{entry.distribution} registers {entry.full_name!r}, whose kind is misspelt: "
                 f"it should be {kind}.{name}"
             )
+    others = [entry.kind for entry in entries if entry.name == name and entry.kind in KINDS]
+    if others and not hint:
+        hint = f"{name} is {_a(others[0])}"
     return Problem(
         "",
         f"{name!r} is not {_a(kind)} that is installed",

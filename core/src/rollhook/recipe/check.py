@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from rollhook.plugins import Plugins
+from rollhook.plugins import Plugins, load
 from rollhook.recipe.load import Loaded, read_recipe
 from rollhook.recipe.parts import Part, find_parts
 from rollhook.recipe.problem import Problem, RecipeError
@@ -75,6 +75,8 @@ def _check(
     above: tuple[str, ...],
 ) -> Checked:
     loaded = read_recipe(source, overrides, needs_results=needs_results)
+    if not loaded.resolved:
+        return Checked(loaded, load([]), [], loaded.problems, site or "none")
     parts = find_parts(loaded)
     found = list(parts.problems)
     if loaded.validated is not None:

@@ -68,7 +68,7 @@ def resolve(
         try:
             found = _value(config, path, value)
         except OmegaConfBaseException as error:
-            result.problems.append(_failure(paths.text(path), value, error, data, readable["needs"]))
+            result.problems.append(_failure(paths.text(path), value, error, _over(defaults, readable)))
             result.unresolved.add(path)
         else:
             result.raw[path] = value
@@ -125,11 +125,9 @@ def _misuse(key: str, value: str, data: Mapping[str, Any]) -> Problem | None:
     return None
 
 
-def _failure(
-    key: str, value: str, error: OmegaConfBaseException, data: Mapping[str, Any], needs: Mapping[str, Any]
-) -> Problem:
+def _failure(key: str, value: str, error: OmegaConfBaseException, known: Mapping[str, Any]) -> Problem:
     if isinstance(error, InterpolationKeyError | InterpolationToMissingValueError):
-        return _unknown_key(key, value, data, needs)
+        return _unknown_key(key, value, known)
     names = _ENV.findall(value)
     if names and "Environment variable" in str(error):
         name = next((each for each in names if f"'{each}'" in str(error)), names[0])
@@ -142,7 +140,8 @@ def _failure(
     return Problem(key, f"{value!r} cannot be resolved: {str(error).splitlines()[0]}")
 
 
-def _unknown_key(key: str, value: str, data: Mapping[str, Any], needs: Mapping[str, Any]) -> Problem:
+def _unknown_key(key: str, value: str, known: Mapping[str, Any]) -> Problem:
+    needs = known["needs"]
     alias = re.search(r"\$\{needs\.([^.}]+)(?:\.([^}]+))?\}", value)
     if alias and alias.group(1) in needs:
         have = list(needs[alias.group(1)])
@@ -159,10 +158,7 @@ def _unknown_key(key: str, value: str, data: Mapping[str, Any], needs: Mapping[s
             allowed=f"needs: {', '.join(needs) or 'none'}",
             nearest=nearest(alias.group(1), needs),
         )
-    keys = [paths.text(path[:end]) for path, _ in paths.leaves(data) for end in range(1, len(path) + 1)]
+    keys = [paths.text(path[:end]) for path, _ in paths.leaves(known) for end in range(1, len(path) + 1)]
     named = re.search(r"\$\{([\w.]+)\}", value)
-    return Problem(
-        key,
-        f"{value} names no key of this recipe",
-        nearest=nearest(named.group(1), dict.fromkeys(keys)) if named else "",
-    )
+    near = nearest(named.group(1), dict.fromkeys(keys)) if named else ""
+    return Problem(key, f"{value} names no key of this recipe", nearest=near)

@@ -122,6 +122,8 @@ def read_recipe(
 
         return read_lock(sources.lock, sources.names[0], overrides)
     problems = list(sources.problems)
+    if sources.broken:
+        return Loaded(None, {}, {}, {}, {}, problems, sources.names, sources.text)
     problems += _apply(overrides, sources)
     problems += point_needs(sources.tree)
     point_needs(sources.reference)
@@ -163,11 +165,8 @@ def _finish(
 ) -> Loaded:
     tree = sources.tree
     resolved = resolve(tree.data, needs_results, DEFAULTS)
-    recipe = None
-    found = list(resolved.problems)
-    if tree.data:
-        recipe, wrong = validate_core(resolved.data, resolved.unresolved)
-        found += wrong
+    recipe, wrong = validate_core(resolved.data, resolved.unresolved)
+    found = [*resolved.problems, *wrong]
     loaded = Loaded(
         validated=recipe,
         resolved=resolved.data,

@@ -39,6 +39,9 @@ _Loader.add_implicit_resolver(
 )
 
 
+_PLAIN = {f"tag:yaml.org,2002:{kind}" for kind in ("map", "seq", "str", "int", "float", "bool", "null")}
+
+
 @dataclass
 class Document:
     """What a file holds: plain data, the line of each key path, and what is wrong with it."""
@@ -106,15 +109,14 @@ class _Reader:
         if len(path) > MAX_DEPTH:
             raise RecursionError
         self.lines.setdefault(path, node.start_mark.line + 1)
+        if node.tag not in _PLAIN:
+            tag = node.tag.replace("tag:yaml.org,2002:", "!!")
+            self.problem(path, f"has the tag {tag}, and recipes take plain values only", node)
         if isinstance(node, yaml.MappingNode):
             return self.mapping(node, path)
         if isinstance(node, yaml.SequenceNode):
             return [self.value(child, (*path, index)) for index, child in enumerate(node.value)]
-        value = self.loader.construct_object(node)
-        if value is not None and not isinstance(value, str | int | float | bool):
-            self.problem(path, f"{node.value!r} is {type(value).__name__}, not text, number or boolean", node)
-            return None
-        return value
+        return self.loader.construct_object(node) if node.tag in _PLAIN else node.value
 
     def mapping(self, node: yaml.MappingNode, path: paths.Path) -> dict[str, Any]:
         seen: dict[str, int] = {}

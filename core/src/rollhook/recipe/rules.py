@@ -6,6 +6,7 @@ import ipaddress
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from rollhook.recipe import paths
 from rollhook.recipe.load import Loaded
 from rollhook.recipe.parts import Part, Parts
 from rollhook.recipe.problem import Problem
@@ -43,8 +44,12 @@ class Composition:
         return self.trains_on_episodes or bool(self.recipe.evaluation.every) or not self.trains
 
     def says(self, key: str) -> bool:
-        """Return whether the recipe writes a key, or one below it."""
-        return any(each == key or each.startswith(f"{key}.") for each in self.loaded.origins)
+        """Return whether the recipe gives a key, or one below it, a value other than null."""
+        try:
+            value = paths.get(self.loaded.resolved, paths.parse(key))
+        except KeyError:
+            return False
+        return value is not None
 
     def layer(self, key: str) -> int:
         """Return the layer that gave a key (later wins); -1 for a default."""

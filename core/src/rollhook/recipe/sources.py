@@ -20,13 +20,17 @@ MAX_EXTENDS = 16
 
 @dataclass
 class Sources:
-    """What a recipe is made of, before overrides: merged data, and the same without anything not shipped."""
+    """What a recipe is made of, before overrides: merged data, and the same without anything not shipped.
+
+    `broken`: a file could not be read, so that what else is wrong cannot be told.
+    """
 
     tree: Tree = field(default_factory=Tree)
     reference: Tree = field(default_factory=Tree)
     names: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     text: str = ""
+    broken: bool = False
     lock: dict[str, Any] | None = None
 
 
@@ -74,6 +78,7 @@ def gather(source: str | Path) -> Sources:
     found = find(source, Path())
     if isinstance(found, Problem):
         sources.problems.append(found)
+        sources.broken = True
     else:
         _gather(found, sources, ())
     return sources
@@ -83,6 +88,7 @@ def _gather(path: Path, sources: Sources, above: tuple[Path, ...]) -> None:
     name = display(path)
     document = read_file(path, name)
     sources.problems += document.problems
+    sources.broken |= not document.data
     if not above:
         sources.text = document.text
     if not above and "lock" in document.data:
@@ -103,6 +109,8 @@ def _gather(path: Path, sources: Sources, above: tuple[Path, ...]) -> None:
             sources.problems.append(Problem("extends", f"is nested deeper than {MAX_EXTENDS} files", source))
         else:
             _gather(found, sources, above)
+            continue
+        sources.broken = True
     _lay(document, path, name, sources, main=len(above) == 1)
 
 
@@ -154,4 +162,5 @@ def _extends(document: Document, name: str, sources: Sources) -> Sequence[str]:
         return names
     source = f"{name}:{document.lines.get(('extends',), 1)}"
     sources.problems.append(Problem("extends", f"{value!r} is not a recipe or a list of recipes", source))
+    sources.broken = True
     return []

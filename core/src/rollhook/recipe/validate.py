@@ -44,7 +44,9 @@ def validate(model: type[M], keys: Mapping[str, Any], key: str = "") -> tuple[M 
     try:
         instance = model.model_validate(dict(keys))
     except ValidationError as error:
-        return None, problems + _problems(error.errors(include_url=False), model, keys, prefix)
+        booleans = {problem.key for problem in problems}
+        found = _problems(error.errors(include_url=False), model, keys, prefix)
+        return None, problems + [each for each in found if each.key not in booleans]
     return (None if problems else instance), problems
 
 
@@ -98,7 +100,7 @@ def _problem(
     error = errors[0]
     kind, value, context = error["type"], show(error["input"]), error.get("ctx", {})
     where = paths.text((*prefix, *path))
-    message, allowed, near, hint = f"{value}: {_lower(error['msg'])}", _description(model, path), "", ""
+    message, allowed, near, hint = f"{value} {_lower(error['msg'])}", _description(model, path), "", ""
     if kind == "extra_forbidden":
         fields = _fields_at(model, path[:-1])
         near = nearest(str(path[-1]), fields)
@@ -121,8 +123,10 @@ def _problem(
 
 
 def _lower(message: str) -> str:
-    message = message.removeprefix("Input ")
-    return message[:1].lower() + message[1:]
+    for subject in ("Input ", "String ", "List ", "Tuple ", "Dictionary "):
+        if message.startswith(subject):
+            return message.removeprefix(subject)
+    return f"is wrong: {message[:1].lower()}{message[1:]}"
 
 
 def _fields_at(model: type[BaseModel], path: paths.Path) -> list[str]:

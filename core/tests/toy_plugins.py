@@ -1,0 +1,213 @@
+"""Components of every kind that do nothing: what recipes under test name. Written into a distribution."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveInt
+
+from rollhook import Component, ComponentRef, Config, Secret, hookimpl
+from rollhook.agent import Agent
+from rollhook.engine.base import Engine
+from rollhook.environment import Environment, Task
+from rollhook.errors import UsageError
+from rollhook.launcher import Launcher
+from rollhook.pack import Pack
+from rollhook.recipe.problem import Problem
+from rollhook.recipe.schema import Use
+from rollhook.router import RouterPolicy
+from rollhook.sandbox.backend import SandboxBackend
+from rollhook.tracker import Tracker
+from rollhook.trainer import NativeTrainer
+
+
+class NoKeys(Config):
+    """No keys."""
+
+
+class RoomConfig(Config):
+    size: Annotated[PositiveInt, Field(description="rooms")] = 1
+    pack: Annotated[Use | None, ComponentRef("pack"), Field(description="a pack")] = None
+
+
+class BoxConfig(Config):
+    memory_bytes: Annotated[PositiveInt | None, Field(description="limit of memory")] = None
+    api_key: Annotated[Secret | None, Field(description="the key")] = None
+
+
+class WrapperConfig(Config):
+    inner: Annotated[Use, ComponentRef("sandbox"), Field(description="the sandbox that is wrapped")]
+
+
+class StickConfig(Config):
+    ttl: Annotated[float, Field(gt=0, description="seconds")] = 60.0
+
+
+class LearnConfig(Config):
+    algorithm: Annotated[Literal["grpo", "sft"], Field(description="what is minimised")] = "grpo"
+    lr: Annotated[float, Field(gt=0, description="learning rate")] = 1e-4
+    data: Annotated[str | None, Field(description="rows")] = None
+    betas: Annotated[tuple[float, float], Field(description="decay rates")] = (0.9, 0.95)
+
+
+class Room(Environment):
+    def tasks(self, split=None):
+        if split not in {"train", "heldout"}:
+            raise UsageError(f"room has no split {split!r}; it has train and heldout")
+        return [Task("a", "1", split, limits={"agent": 300.0}), Task("b", "2", split, problem="no file")]
+
+    def problems(self, capabilities):
+        return [] if "isolation" in capabilities else ["it needs isolation"]
+
+    def episode(self, task, ctx):
+        raise NotImplementedError
+
+
+class Talker(Agent):
+    async def run(self, context):
+        raise NotImplementedError
+
+
+class Worker(Talker):
+    needs_sandbox = True
+
+
+class Cheat(Talker):
+    needs_policy = False
+    needs_solution = True
+
+
+class Idle(Talker):
+    needs_policy = False
+
+
+class Box(SandboxBackend):
+    capabilities = frozenset({"isolation"})
+
+    async def create(self, spec):
+        raise NotImplementedError
+
+    async def list(self, labels):
+        raise NotImplementedError
+
+    async def delete(self, sandbox_id):
+        raise NotImplementedError
+
+
+class Bare(Box):
+    capabilities = frozenset()
+    unsafe = True
+
+
+class Policy(RouterPolicy):
+    pass
+
+
+class Generator(Engine):
+    async def start(self, placement, model_dir, weight_version):
+        raise NotImplementedError
+
+    async def stop(self):
+        pass
+
+
+class TextOnly(Generator):
+    gives_tokens = False
+
+
+class Learner(NativeTrainer):
+    can_initialise = True
+
+    @classmethod
+    def needs_rollouts(cls, config):
+        return config.algorithm == "grpo"
+
+    def setup(self, model_dir, *, total_steps, seed):
+        raise NotImplementedError
+
+    step = publish = save = load = setup
+
+
+class Tuner(Learner):
+    can_initialise = False
+
+
+class Here(Launcher):
+    in_process = True
+
+    def plan(self, job):
+        return {}
+
+
+class Log(Tracker):
+    def log(self, step, metrics):
+        pass
+
+
+class Data(Pack):
+    def digest(self):
+        return "0"
+
+    def write(self, directory):
+        pass
+
+
+def _components(**named):
+    return [Component(name, config, f"{__name__}:{cls}", name) for name, (config, cls) in named.items()]
+
+
+@hookimpl
+def rollhook_environments():
+    return _components(room=(RoomConfig, "Room"))
+
+
+@hookimpl
+def rollhook_agents():
+    return _components(
+        talker=(NoKeys, "Talker"), worker=(NoKeys, "Worker"), cheat=(NoKeys, "Cheat"), idle=(NoKeys, "Idle")
+    )
+
+
+@hookimpl
+def rollhook_sandboxes():
+    return _components(
+        box=(BoxConfig, "Box"),
+        bare=(NoKeys, "Bare"),
+        wrapper=(WrapperConfig, "Box"),
+        absent=(NoKeys, "NoSuchClass"),
+    )
+
+
+@hookimpl
+def rollhook_router_policies():
+    return _components(spread=(NoKeys, "Policy"), stick=(StickConfig, "Policy"))
+
+
+@hookimpl
+def rollhook_engines():
+    return _components(generator=(NoKeys, "Generator"), text=(NoKeys, "TextOnly"))
+
+
+@hookimpl
+def rollhook_trainers():
+    return _components(learner=(LearnConfig, "Learner"), tuner=(LearnConfig, "Tuner"))
+
+
+@hookimpl
+def rollhook_launchers():
+    return _components(here=(NoKeys, "Here"))
+
+
+@hookimpl
+def rollhook_trackers():
+    return _components(log=(NoKeys, "Log"))
+
+
+@hookimpl
+def rollhook_packs():
+    return _components(sand=(NoKeys, "Data"))
+
+
+@hookimpl
+def rollhook_check(recipe):
+    if recipe.seed == 13:
+        return [Problem("seed", "13 brings bad luck")]
+    return []
