@@ -1,0 +1,89 @@
+"""Files of a sandbox, from outside: the agent may have put links, FIFOs or devices anywhere."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import stat
+
+from rollhook_local.keeper.linux import open_in_root
+
+_DIRECTORY = os.O_PATH | os.O_DIRECTORY
+
+
+def open_for_reading(root: int, path: str) -> int:
+    """Open a regular file. Raises OSError: EISDIR for a directory, EINVAL for anything else."""
+    fd = open_in_root(root, path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    mode = os.fstat(fd).st_mode
+    if stat.S_ISREG(mode):
+        return fd
+    os.close(fd)
+    number = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
+    raise OSError(number, os.strerror(number), path)
+
+
+def make_directories(root: int, path: str, mode: int = 0o755) -> int:
+    """Open a directory, making it and its parents where they are missing."""
+    try:
+        return open_in_root(root, path, _DIRECTORY)
+    except FileNotFoundError:
+        pass
+    parent_path, _, name = path.rstrip("/").rpartition("/")
+    parent = make_directories(root, parent_path or "/")
+    try:
+        os.mkdir(name, mode, dir_fd=parent)
+    except FileExistsError:
+        pass  # made meanwhile, or a dangling link: the open below tells
+    finally:
+        os.close(parent)
+    return open_in_root(root, path, _DIRECTORY)
+
+
+def write(root: int, path: str, data: bytes | memoryview, mode: int) -> None:
+    """Write a file under a temporary name and move it into place."""
+    parent_path, _, name = path.rpartition("/")
+    if name in ("", ".", ".."):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    parent = make_directories(root, parent_path or "/")
+    temporary = f".rollhook-{os.urandom(8).hex()}"
+    try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(temporary, flags, 0o600, dir_fd=parent)
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[os.write(fd, view) :]
+            os.fchmod(fd, mode)
+        finally:
+            os.close(fd)
+        os.rename(temporary, name, src_dir_fd=parent, dst_dir_fd=parent)
+    except OSError:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary, dir_fd=parent)
+        raise
+    finally:
+        os.close(parent)
+
+
+def remove(root: int, path: str) -> bool:
+    """Remove a path with all below it, following no link at its end; return whether it was there."""
+    parent_path, _, name = path.rstrip("/").rpartition("/")
+    if name in ("", ".", ".."):
+        raise OSError(errno.EINVAL, "not a path that can be removed", path)
+    try:
+        parent = open_in_root(root, parent_path or "/", os.O_RDONLY | os.O_DIRECTORY)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    try:
+        mode = os.lstat(name, dir_fd=parent).st_mode
+        if stat.S_ISDIR(mode):
+            shutil.rmtree(name, dir_fd=parent)
+        else:
+            os.unlink(name, dir_fd=parent)
+    except FileNotFoundError:
+        return False
+    finally:
+        os.close(parent)
+    return True
