@@ -1,7 +1,11 @@
 """Leases on disk and on labels, and the rule by which a sandbox may be reaped."""
 
 import asyncio
+import importlib
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -140,6 +144,91 @@ async def test_a_newer_attempt_frees_the_lease_at_once(run: RunDir) -> None:
     events = [entry.event for entry in journal.read(newer.path / "journal.jsonl")]
     assert events[-1] == "lease_reaped"
     newer.finish("stopped")
+
+
+BACKEND_ON_DISK = """
+import asyncio, json, logging, sys
+from pathlib import Path
+from rollhook.component import BuildContext
+from rollhook.sandbox.backend import SandboxBackend, SandboxInfo
+from rollhook.testing.scripted import ScriptedRaw
+
+class OnDisk(SandboxBackend):
+    # a provider that outlives its clients: a sandbox is a file with its labels; every third reply gets lost
+    def __init__(self, directory):
+        super().__init__(None, BuildContext(logging.getLogger(), scratch=directory, cache=directory))
+        self.directory, self.made = directory, 0
+
+    async def create(self, spec):
+        self.made += 1
+        path = self.directory / f"s{self.made}"
+        path.write_text(json.dumps(dict(spec.labels)))
+        if self.made % 3 == 0:
+            await asyncio.Event().wait()
+        return ScriptedRaw(path.name, spec)
+
+    async def list(self, labels):
+        found = [(path.name, json.loads(path.read_text())) for path in sorted(self.directory.iterdir())]
+        return [SandboxInfo(name, got) for name, got in found if labels.items() <= got.items()]
+
+    async def delete(self, sandbox_id):
+        (self.directory / sandbox_id).unlink(missing_ok=True)
+"""
+
+DRIVER = """
+import asyncio, sys
+from pathlib import Path
+from backend_on_disk import OnDisk
+from rollhook.rundir import RunDir
+from rollhook.sandbox.backend import SandboxSpec
+from rollhook.sandbox.pool import SandboxPool
+
+async def main():
+    attempt = RunDir.find(Path(sys.argv[1])).claim()
+    provider = Path(sys.argv[2])
+    pool = SandboxPool(
+        OnDisk(provider), run_id="demo", attempt=1, journal=attempt.journal, create_concurrency=9, warm=2
+    )
+    makers = [asyncio.create_task(pool.acquire(SandboxSpec(), episode_id=f"e{n}")) for n in range(9)]
+    while sum(maker.done() for maker in makers) < 6 or len(list(provider.iterdir())) < 11:
+        await asyncio.sleep(0)
+    print("ready", flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+async def test_no_sandbox_outlives_its_lease(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Invariant 4, with a real kill -9: whatever the dead driver had asked for, the next attempt reaps."""
+    site, provider = tmp_path / "site", tmp_path / "provider"
+    site.mkdir()
+    provider.mkdir()
+    (site / "backend_on_disk.py").write_text(BACKEND_ON_DISK)
+    monkeypatch.syspath_prepend(str(site))
+    process = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, str(run.path), str(provider)],
+        env={**os.environ, "PYTHONPATH": str(site)},
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    left = {path.name: json.loads(path.read_text()) for path in provider.iterdir()}
+    assert len(left) >= 11
+
+    attempt = run.claim()
+    on_disk = importlib.import_module("backend_on_disk").OnDisk(provider)
+    journalled = leases(journal.read(run.path / "attempts" / "1" / "journal.jsonl"))
+    assert {labels["rollhook.nonce"] for labels in left.values()} <= journalled.keys()
+    report = await reap(on_disk, labels={"rollhook.run": "demo"}, record=attempt.journal)
+    assert report.deleted.keys() == left.keys()
+    assert list(provider.iterdir()) == []
+    attempt.finish("stopped")
 
 
 async def test_an_attempt_that_ended_frees_its_leases(run: RunDir) -> None:
