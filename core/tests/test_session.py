@@ -20,8 +20,9 @@ from rollhook.session import (
     SessionExistsError,
     TurnConflictError,
 )
+from rollhook.testing.environment import build_context
 from rollhook.testing.fake_engine import FakeEngine
-from rollhook.testing.policy import build_context, says, serving
+from rollhook.testing.policy import says, serving
 from rollhook.testing.tokenizer import write_tokenizer
 
 USER = {"role": "user", "content": "go"}

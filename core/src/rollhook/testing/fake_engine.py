@@ -14,6 +14,7 @@ from aiohttp import web
 
 from rollhook.component import BuildContext
 from rollhook.engine.base import Engine, Placement
+from rollhook.errors import EngineError
 from rollhook.router import Worker
 
 #: (prompt ids, sampling params) -> ids of the reply, the stop token included
@@ -49,9 +50,10 @@ class _Running:
 class FakeEngine:
     """Serves on 127.0.0.1 while it is entered; tests steer it through its attributes.
 
-    `latency` seconds pass before each reply. `hold(after)` stops every generation before token `after`
-    until `release()`. `fail(path, status, times)` scripts failures; `healthy` is what `/health` says.
-    `queue_seconds` is reported, not waited. `requests` and `control` log what came in.
+    `latency` seconds pass before each reply, `token_seconds` before each token. `hold(after)` stops every
+    generation before token `after` until `release()`. `fail(path, status, times)` scripts failures;
+    `healthy` is what `/health` says; `queue_seconds` is reported, not waited. `requests` and `control` log
+    what came in.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class FakeEngine:
         *,
         version: int | str = 1,
         latency: float = 0.0,
+        token_seconds: float = 0.0,
         queue_seconds: float | None = None,
         exact_versions: bool = True,
         dp_size: int = 1,
@@ -67,6 +70,7 @@ class FakeEngine:
         self.reply = reply or drawn(256)
         self.version = version
         self.latency = latency
+        self.token_seconds = token_seconds
         self.queue_seconds = queue_seconds
         self.exact_versions = exact_versions
         self.dp_size = dp_size
@@ -158,6 +162,8 @@ class FakeEngine:
         self.requests.append(body)
         if (failure := self._failure(request)) is not None:
             return failure
+        if not body.get("input_ids"):
+            return web.json_response({"error": {"message": "input_ids is empty"}}, status=400)
         running = _Running(str(body.get("rid")))
         self._running[running.rid] = running
         self.peak = max(self.peak, len(self._running))
@@ -180,6 +186,8 @@ class FakeEngine:
         versions: list[int | str] = []
         reason: dict[str, Any] = {"type": "length", "length": params["max_new_tokens"]}
         while True:
+            if self.token_seconds:
+                await asyncio.sleep(self.token_seconds)
             await self._may_go_on(running, len(ids))
             if running.aborted:
                 reason = {"type": "abort", "message": "aborted"}
@@ -291,10 +299,13 @@ class FakeEngines(Engine):
 
     def make(self, version: int) -> FakeEngine:
         """Return an engine that is not started; broken variants override this."""
-        return FakeEngine(getattr(self.config, "reply", None), version=version, queue_seconds=0.0)
+        reply = getattr(self.config, "reply", None)
+        return FakeEngine(reply, version=version, token_seconds=0.001, queue_seconds=0.0)
 
     async def start(self, placement: Placement, model_dir: Path, weight_version: int) -> Sequence[Worker]:
-        """Start the engines."""
+        """Start the engines; EngineError when there is no weight directory."""
+        if not model_dir.is_dir():
+            raise EngineError(f"there are no weights in {model_dir}")
         for _ in range(getattr(self.config, "count", 1)):
             engine = self.make(weight_version)
             await engine.start()

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from rollhook.component import BuildContext, Config
+from rollhook.component import Config
 from rollhook.engine.client import EngineClient
 from rollhook.router import RouterPolicy
 from rollhook.routing import Chain
 from rollhook.session import PolicyClient, Renderer
+from rollhook.testing.environment import build_context
 from rollhook.testing.fake_engine import FakeEngine, ReplyFunction
 from rollhook.testing.tokenizer import write_tokenizer
-
-
-def build_context(directory: Path, *, seed: int = 0) -> BuildContext:
-    """Return a context whose scratch and cache are `directory`."""
-    return BuildContext(logging.getLogger("rollhook.testing"), directory, directory, seed=seed)
 
 
 def says(renderer: Renderer, *texts: str, stop: bool = True) -> ReplyFunction:
