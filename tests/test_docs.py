@@ -1,0 +1,155 @@
+"""The documentation is complete, up to date, and its code runs."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import yaml
+
+from rollhook import hookspecs
+from rollhook.cli.main import VERBS
+from rollhook.installed import installed
+from rollhook.recipe.check import check_recipe
+from rollhook.recipe.schema import Recipe
+from rollhook.testing.parts import needs_part
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *ROOT.glob("*/*/README.md"), ROOT / "core/README.md"]
+)
+BY_HAND = [page for page in PAGES if "reference" not in page.parts]
+TUTORIAL = (DOCS / "tutorial.md").read_text()
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def fences(page: Path, *languages: str) -> list[str]:
+    return [body for language, body in FENCE.findall(page.read_text()) if language in languages]
+
+
+@pytest.fixture(scope="module")
+def generate() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_reference_is_up_to_date(generate: ModuleType) -> None:
+    pages = generate.pages()
+    stale = [name_of(p) for p, text in pages.items() if not p.exists() or p.read_text() != text]
+    assert stale == [], "run `python docs/generate.py`"
+    assert set((DOCS / "reference").glob("*.md")) == set(pages)
+
+
+def test_everything_is_mentioned() -> None:
+    text = "\n".join(page.read_text() for page in PAGES)
+    wanted = [*(name for name in vars(hookspecs) if name.startswith("rollhook_"))]
+    wanted += [f"rollhook {verb}" for verb in VERBS]
+    wanted += [f"`{key}`" for key in Recipe.model_fields]
+    wanted += [recipe.stem for recipe in (ROOT / "recipes").glob("*.yaml")]
+    here = {f"rollhook-{p.parent.name}" for p in ROOT.glob("*/*/pyproject.toml")}
+    wanted += [f"{e.kind}.{e.name}" for e in installed() if e.distribution in here]
+    assert [each for each in wanted if each not in text] == []
+
+
+def test_the_verbs_in_help_are_those_in_the_reference() -> None:
+    reference = (DOCS / "reference/commands.md").read_text()
+    documented = re.findall(r"^## rollhook (\w+)$", reference, re.MULTILINE)
+    assert documented == list(VERBS)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_to_headings_lead_to_one(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text()):
+        other = page.parent / target if target else page
+        headings = re.findall(r"^#+ (.+)$", other.read_text(), re.MULTILINE)
+        anchors = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+        assert anchor in anchors, f"{target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", BY_HAND, ids=name_of)
+def test_examples_in_python_parse_and_import_what_is_there(page: Path) -> None:
+    for body in fences(page, "python"):
+        for node in ast.walk(ast.parse(body)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "rollhook":
+                module = importlib.import_module(node.module or "")
+                for alias in node.names:
+                    assert hasattr(module, alias.name), f"{node.module} has no {alias.name}"
+
+
+@pytest.mark.parametrize("page", BY_HAND, ids=name_of)
+def test_modules_and_classes_of_the_test_kit_that_are_named_exist(page: Path) -> None:
+    text = page.read_text()
+    for name, module in re.findall(r"`(\w+Contract)` from\s+`(rollhook\.testing\.\w+)`", text):
+        assert hasattr(importlib.import_module(module), name), f"{module}.{name}"
+
+
+@pytest.mark.parametrize("page", BY_HAND, ids=name_of)
+def test_examples_in_yaml_use_keys_that_exist(page: Path) -> None:
+    for body in fences(page, "yaml"):
+        keys = set(yaml.safe_load(body))
+        assert keys <= {*Recipe.model_fields, "extends"}, body
+
+
+def test_the_recipe_of_the_front_page_has_no_problem(tmp_path: Path) -> None:
+    (body,) = fences(ROOT / "README.md", "yaml")
+    (tmp_path / "mine.yaml").write_text(body)
+    checked = check_recipe(str(tmp_path / "mine.yaml"), [], site="none")
+    assert [str(problem) for problem in checked.composition] == []
+
+
+@pytest.fixture(scope="module")
+def tutorial(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write the files of the tutorial, and the metadata that pip would write for them."""
+    root = tmp_path_factory.mktemp("tutorial")
+    written = re.findall(r"^`([\w./-]+)`:\n\n```\w+\n(.*?)^```$", TUTORIAL, re.MULTILINE | re.DOTALL)
+    for path, body in written:
+        file = root / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(body)
+    metadata = root / "site/rollhook_words-0.1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: rollhook-words\nVersion: 0.1.0\nRequires-Dist: rollhook>=0.1,<0.2\n"
+    )
+    (metadata / "entry_points.txt").write_text("[rollhook]\nenvironment.words = rollhook_words\n")
+    assert len(written) == 5
+    return root
+
+
+@pytest.mark.parametrize("command", re.findall(r"^\$ (.+)$", TUTORIAL, re.MULTILINE))
+def test_the_commands_of_the_tutorial_work(tutorial: Path, command: str) -> None:
+    if "oracle" in command or "pytest" in command:
+        needs_part("unshare")
+    python_path = f"{tutorial}/rollhook-words/src:{tutorial}/site"
+    bin_directory = Path(sys.executable).parent
+    env = os.environ | {"PYTHONPATH": python_path, "PATH": f"{bin_directory}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        command.split(), cwd=tutorial, env=env, capture_output=True, text=True, check=False, timeout=100
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    if "oracle" in command:
+        assert done.stdout.count("[1|0]") + done.stderr.count("[1|0]") == 6
