@@ -400,14 +400,13 @@ def _receive(sock: socket.socket) -> tuple[bytes, list[int]]:
 def _launch(theirs: socket.socket) -> subprocess.Popen[bytes]:
     """Start the program with nothing of this process's environment; its socket is descriptor 3."""
     here = str(Path(__file__).resolve().parent)
-    script = f'exec 3<&{theirs.fileno()} {theirs.fileno()}<&-; exec "$@"'
+    script = 'exec 3<&0 </dev/null; exec "$@"'  # by way of 0: dash knows descriptors of one digit only
     interpreter = [sys.executable, "-E", "-s", "-S", "-B", "-X", "utf8", "-c", _BOOTSTRAP, here]
     return subprocess.Popen(
         ["/bin/sh", "-c", script, "sh", *interpreter],
-        stdin=subprocess.DEVNULL,
+        stdin=theirs.fileno(),
         stdout=subprocess.DEVNULL,
         stderr=None,
-        pass_fds=[theirs.fileno()],
         env={"PATH": os.environ.get("PATH", os.defpath)},
         start_new_session=True,
         cwd="/",
