@@ -7,6 +7,7 @@ import os
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -17,9 +18,9 @@ from rollhook.journal import Entry, Journal, JournalError, decode, encode, read
 JSON = st.recursive(
     st.none()
     | st.booleans()
-    | st.integers(-(2**53), 2**53)
+    | st.integers()
     | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(st.characters(exclude_categories=["Cs"])),
+    | st.text(st.characters(codec=None)),
     lambda inner: (
         st.lists(inner, max_size=3) | st.dictionaries(st.text('abc\n"', max_size=3), inner, max_size=3)
     ),
@@ -48,7 +49,8 @@ def test_every_line_is_plain_json(tmp_path: Path) -> None:
     assert {"seq", "event", "data", "time", "crc"} == set(rows[2])
 
 
-@given(event=st.text(st.characters(exclude_categories=["Cs"])), data=st.dictionaries(st.text("ab"), JSON))
+@settings(deadline=None)
+@given(event=st.text(st.characters(codec=None)), data=st.dictionaries(st.text("ab"), JSON))
 def test_a_line_survives_the_round_trip(event: str, data: dict[str, object]) -> None:
     entry = Entry(3, event, data, 1754000000.25)
     line = encode(entry)
@@ -57,6 +59,16 @@ def test_a_line_survives_the_round_trip(event: str, data: dict[str, object]) -> 
     assert decode(line[:-1]) == entry
 
 
+def test_what_vendors_and_numpy_hand_over_is_written_all_the_same(tmp_path: Path) -> None:
+    with Journal(tmp_path / "journal.jsonl") as written_to:
+        written_to.append(
+            "odd", reward=np.float64(0.5), count=np.int32(3), error=ValueError("x"), text="\udcff"
+        )
+    (_, entry) = read(tmp_path / "journal.jsonl")
+    assert entry.data == {"reward": 0.5, "count": 3, "error": "ValueError('x')", "text": "\udcff"}
+
+
+@settings(deadline=None)
 @given(data=st.data())
 def test_a_changed_line_is_never_taken_for_an_entry(data: st.DataObject) -> None:
     line = encode(Entry(3, "lease", {"nonce": "abc"}, 1.0))[:-1]
@@ -65,7 +77,7 @@ def test_a_changed_line_is_never_taken_for_an_entry(data: st.DataObject) -> None
     assert decode(line[:at] + bytes([byte]) + line[at + 1 :]) is None
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_truncation_yields_a_prefix_and_the_writer_goes_on(tmp_path: Path, data: st.DataObject) -> None:
     path = tmp_path / "journal.jsonl"
@@ -159,7 +171,11 @@ async def test_durable_means_fsynced_and_a_group_shares_one(tmp_path: Path) -> N
 
 async def test_a_cancelled_waiter_does_not_harm_the_others(tmp_path: Path) -> None:
     gate = threading.Semaphore(0)
-    journal = Journal(tmp_path / "journal.jsonl", fsync=lambda _: gate.acquire() and None)
+
+    def fsync(fd: int) -> None:
+        gate.acquire()
+
+    journal = Journal(tmp_path / "journal.jsonl", fsync=fsync)
     tasks = [asyncio.create_task(journal.append_durable("lease", nonce=str(n))) for n in range(2)]
     await asyncio.sleep(0)
     tasks[0].cancel()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollhook import journal
@@ -69,6 +69,7 @@ async def reaped(backend: ScriptedBackend, now: float = 5000.0, **options: Any) 
     return await reap(backend, wall=lambda: now, **options)
 
 
+@settings(deadline=None)
 @given(
     st.builds(
         Lease,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pluggy
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollhook import hookspecs
@@ -190,6 +190,7 @@ def test_metrics_are_rows_of_json(tmp_path: Path) -> None:
     assert list(read_metrics(tmp_path / "metrics.jsonl")) == [row]
 
 
+@settings(deadline=None)
 @given(cut=st.integers(0, 200))
 def test_a_torn_row_is_removed_before_the_next(tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
     path = tmp_path_factory.mktemp("metrics") / "metrics.jsonl"

@@ -251,6 +251,20 @@ async def test_an_abandoned_create_is_itself_given_up_in_the_end() -> None:
     assert bench.backend.under_way == 0
 
 
+async def test_a_backend_that_cancels_itself_is_an_error_and_no_cancellation() -> None:
+    """One vendor's SDK cancels the task that calls it; the episode must not look cancelled for it."""
+    bench = Bench()
+
+    def cancel_caller(spec: SandboxSpec) -> None:
+        bench.backend.make(spec)
+        raise asyncio.CancelledError
+
+    bench.backend.plan = [cancel_caller]
+    with pytest.raises(SandboxError, match="the backend gave up by itself"):
+        await bench.pool.acquire(SPEC, episode_id="e1")
+    await bench.close()
+
+
 async def test_releasing_is_retried_in_the_background() -> None:
     bench = Bench()
     sandbox = await bench.pool.acquire(SPEC, episode_id="e1")

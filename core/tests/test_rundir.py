@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollhook import rundir
@@ -47,6 +47,7 @@ def silent_attempt(run: RunDir, number: int = 1, **owner: object) -> Path:
     return path
 
 
+@settings(deadline=None)
 @given(st.text(max_size=80))
 def test_a_new_run_id_always_fits_the_rule(name: str) -> None:
     assert rundir.RUN_ID.fullmatch(rundir.new_run_id(name))

@@ -14,6 +14,7 @@ from rollhook.cli.main import main
 from rollhook.rundir import RunDir
 from rollhook.sandbox.backend import SandboxSpec
 from rollhook.sandbox.pool import SandboxPool
+from rollhook.testing.distributions import write_distribution
 
 MODULE = """
     from rollhook import Component, Config, hookimpl
@@ -35,11 +36,12 @@ MODULE = """
 @pytest.fixture(autouse=True)
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     site = tmp_path / "site"
-    info = site / "remembering_sandboxes-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: remembering-sandboxes\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[rollhook]\nsandbox.remembering = remembering_sandboxes\n")
-    (site / "remembering_sandboxes.py").write_text(textwrap.dedent(MODULE))
+    write_distribution(
+        site,
+        "remembering-sandboxes",
+        entry_points={"sandbox.remembering": "remembering_sandboxes"},
+        modules={"remembering_sandboxes": textwrap.dedent(MODULE)},
+    )
     monkeypatch.syspath_prepend(str(site))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.chdir(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import secrets
 from pathlib import Path
@@ -80,6 +81,25 @@ def write_all(fd: int, data: bytes) -> None:
 
 
 def to_json(value: Any, *, indent: bool = False) -> bytes:
-    """Return JSON with sorted keys; what is stored is compared by people and by checksums."""
-    option = orjson.OPT_SORT_KEYS | (orjson.OPT_INDENT_2 if indent else 0)
-    return orjson.dumps(value, option=option)
+    """Return JSON with sorted keys, so that the same data gives the same bytes.
+
+    Takes numpy numbers, text with lone surrogates and integers of any size; an object that has no form in
+    JSON becomes its `repr`.
+    """
+    option = orjson.OPT_SORT_KEYS | orjson.OPT_SERIALIZE_NUMPY | (orjson.OPT_INDENT_2 if indent else 0)
+    try:
+        return orjson.dumps(value, option=option)
+    except TypeError:
+        return json.dumps(value, sort_keys=True, default=_plain, indent=2 if indent else None).encode()
+
+
+def from_json(data: bytes) -> Any:
+    """Return what `to_json` was given; ValueError for what is no JSON."""
+    try:
+        return orjson.loads(data)
+    except ValueError:
+        return json.loads(data)
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else repr(value)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 import logging
 import math
 import os
@@ -25,9 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import orjson
 
-from rollhook.durable import cannot_write, fsync_directory, write_all, write_atomic
+from rollhook.durable import cannot_write, from_json, fsync_directory, to_json, write_all, write_atomic
 from rollhook.errors import RollhookError, RunError
 from rollhook.records import SCHEMA_VERSION, EpisodeRecord, Outcome, Sample
 
@@ -183,7 +181,7 @@ class _Part:
             place: dict[str, Any] = {key: getattr(sample, key) for key in _META}
             place["components"] = dict(sample.components)
             places.append(place | {"tokens": [first, self._tokens], "spans": [first_span, self._spans]})
-        line = _dumps({**_shallow(record), "samples": places}) + b"\n"
+        line = to_json({**_shallow(record), "samples": places}) + b"\n"
         self._lines.append(line)
         self.pending_bytes += len(line) + sum(13 * len(sample.token_ids) for sample in samples)
 
@@ -341,18 +339,8 @@ def _append(path: Path, data: bytes, size: int) -> None:
         os.close(fd)
 
 
-def _dumps(row: Mapping[str, Any]) -> bytes:
-    try:
-        return orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY)
-    except TypeError:  # lone surrogates in hostile output, integers beyond 64 bits, objects in `detail`
-        return json.dumps(row, default=repr).encode()
-
-
 def _loads(line: bytes) -> dict[str, Any]:
-    try:
-        row = orjson.loads(line)
-    except ValueError:
-        row = json.loads(line)
+    row = from_json(line)
     if not isinstance(row, dict):
         raise TypeError("not an object")
     return row

@@ -21,9 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import orjson
-
-from rollhook.durable import cannot_write, fsync_directory, to_json, write_all
+from rollhook.durable import cannot_write, from_json, fsync_directory, to_json, write_all
 from rollhook.errors import RollhookError, RunError
 
 logger = logging.getLogger(__name__)
@@ -62,7 +60,7 @@ def decode(line: bytes) -> Entry | None:
     if tail != b',"crc":"%08x"}' % zlib.crc32(body):
         return None
     try:
-        value = orjson.loads(body)
+        value = from_json(body)
         return Entry(int(value["seq"]), str(value["event"]), value["data"], float(value["time"]))
     except (ValueError, KeyError, TypeError):
         return None

@@ -116,8 +116,9 @@ class SandboxPool:
             ) from None
         except asyncio.CancelledError:
             self._abandon(maker)
-            if self._closing and maker.cancelled() and not _being_cancelled():
-                raise SandboxError("the sandbox pool was closed while a sandbox was being made") from None
+            if maker.cancelled() and not _being_cancelled():
+                who = "the sandbox pool was closed" if self._closing else "the backend gave up by itself"
+                raise SandboxError(f"{who} while a sandbox was being made") from None
             raise
         self._live[live.sandbox.id] = live
         self._counts["acquired"] += 1
@@ -219,18 +220,12 @@ class SandboxPool:
         try:
             await self._journal.append_durable("lease", **lease.data())
             raw = await self._try_until_made(labelled, state)
-            created = self._clock()
             self._journal.append("lease_created", nonce=lease.nonce, sandbox_id=raw.id)
+            sandbox = Sandbox(raw, capabilities=self._backend.capabilities)
         except BaseException:
             self._chore(self._clear(state))
             raise
-        live = _Live(
-            lease,
-            raw,
-            Sandbox(raw, capabilities=self._backend.capabilities),
-            created,
-            strays=state.tries > 1,
-        )
+        live = _Live(lease, raw, sandbox, self._clock(), strays=state.tries > 1)
         if self._keepalive is None and type(raw).touch is not RawSandbox.touch:
             self._keepalive = asyncio.create_task(self._touch_all(), name="sandbox keepalive")
         return live
@@ -328,11 +323,11 @@ class SandboxPool:
         """Delete whatever an unfinished create left or still brings."""
         raw = None
         if state.call is not None:
-            try:
-                async with asyncio.timeout(self._times.abandoned_create):
-                    raw = await state.call
-            except Exception as error:  # noqa: BLE001 - nobody waits for it; what it left is swept
-                logger.info("an abandoned create failed: %s", error)
+            await asyncio.wait({state.call}, timeout=self._times.abandoned_create)
+            if not state.call.done():
+                state.call.cancel()
+                await asyncio.wait({state.call}, timeout=self._times.delete)
+            raw = _made(state.call)
         strays = state.tries > 1 or (state.tries == 1 and raw is None)
         await self._deletions.delete(state.lease, raw.id if raw else None, strays)
 
@@ -365,6 +360,16 @@ def _create_failed(error: Exception, tries: int) -> Exception:
         return error
     kind = error.kind if isinstance(error, RollhookError) else None
     return SandboxError(f"no sandbox after {tries} tries: {type(error).__name__}: {error}", kind=kind)
+
+
+def _made(call: asyncio.Task[RawSandbox]) -> RawSandbox | None:
+    """Return what an abandoned create has made; None when it failed or still hangs: what it left is swept."""
+    if not call.done() or call.cancelled():
+        return None
+    if (error := call.exception()) is not None:
+        logger.info("an abandoned create failed: %s", error)
+        return None
+    return call.result()
 
 
 def _being_cancelled() -> bool:
