@@ -11,8 +11,9 @@ from typing import Any, Self
 from rollhook.environment import Box, Episode, EpisodeContext, Observation, Phase, Transcript, Verdict
 from rollhook.errors import AgentError, SandboxDead, SandboxError, Unsupported, VerifierError
 from rollhook.messages import message
-from rollhook.sandbox import SandboxSpec
+from rollhook.sandbox import ExecResult, SandboxSpec
 from rollhook_tbench2.dockerfile import copied_files
+from rollhook_tbench2.task_toml import VerifierTable
 from rollhook_tbench2.tasks import TaskDir
 from rollhook_tbench2.verdict import MAX_REWARD_BYTES, verdict
 
@@ -20,25 +21,18 @@ REWARD_JSON = "/logs/verifier/reward.json"
 REWARD_TEXT = "/logs/verifier/reward.txt"
 #: characters of a test's or solution's output that are kept, from its end
 _TAIL = 2000
-#: paths that the agent left at the verifier's places and that are named in the record
-_MAX_PLANTED = 50
 
-#: empties /tests and /logs/verifier, says what was there, and fails if something is left
-CLEAR = """
-PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
-for d in /tests /logs /logs/verifier; do
-  if [ -L "$d" ] || { [ -e "$d" ] && [ ! -d "$d" ]; }; then printf '%s\\n' "$d"; rm -f -- "$d"; fi
-done
-mkdir -p /tests /logs/verifier || exit 1
-for p in /tests/* /tests/.[!.]* /tests/..?* /logs/verifier/* /logs/verifier/.[!.]* /logs/verifier/..?*; do
-  if [ -e "$p" ] || [ -L "$p" ]; then
-    printf '%s\\n' "$p"
-    rm -rf -- "$p" 2>/dev/null || { chmod -R u+rwX /tests /logs/verifier; rm -rf -- "$p"; } || exit 1
-  fi
-done
-"""
+#: where only the verifier may have left anything: removed before the agent works, so that what is
+#: there when it has ended is the agent's
+PLACES = (REWARD_JSON, REWARD_TEXT, "/logs/verifier", "/tests")
 #: runs "$2" in the directory "$1" if that is still there
-RUN = 'cd -- "$1" 2>/dev/null || cd /; [ -x "$2" ] || chmod +x "$2"; exec "$2"'
+RUN = """
+cd -- "$1" 2>/dev/null || cd /
+[ -x "$2" ] || chmod +x "$2"
+exec "$2"
+"""
+#: makes the verifier's directory, in the same shell where no other user needs it
+MAKE_LOGS = "mkdir -p /logs/verifier\n"
 
 
 class TBench2Episode(Episode):
@@ -55,6 +49,7 @@ class TBench2Episode(Episode):
         self.boxes = {"main": Box(box_spec(task, images))}
 
     async def __aenter__(self) -> Self:
+        await self.ctx.box("main").remove(PLACES)
         if self._staged and self.task.dockerfile is not None and self.task.dockerfile.copies:
             files = await asyncio.to_thread(self._copied)
             for path, data, mode in files:
@@ -98,29 +93,22 @@ class TBench2Phase(Phase):
         limit = self._task.config.agent.timeout_sec
         env = {"DEBIAN_FRONTEND": "noninteractive", **self._task.config.solution.env}
         result = await self._sandbox.exec(
-            self._command("/solution/solve.sh"), cwd="/", env=env, timeout=limit
+            ["sh", "-c", RUN, "sh", self._workdir, "/solution/solve.sh"], cwd="/", env=env, timeout=limit
         )
         if result.timed_out:
             raise AgentError(f"solution/solve.sh took longer than {limit:g} s: {_tail(result.stderr)}")
         self._solved_with = result.exit_code
 
     async def verify(self, transcript: Transcript) -> Verdict:
-        """Clear the verifier's places, stage tests/, run test.sh, read the reward it wrote."""
+        """Clear the verifier's places, stage tests/, run test.sh, read the reward that it wrote."""
         verifier = self._task.config.verifier
         detail: dict[str, Any] = {}
         if self._solved_with is not None:
             detail["solution_exit_code"] = self._solved_with
-        if planted := await self._clear():
+        if planted := await self._sandbox.remove(PLACES):
             detail["planted"] = planted
         await self._sandbox.upload_dir(Path(self._task.path, "tests"), "/tests")
-        user = None if verifier.user in (None, "root", 0, "0") else str(verifier.user)
-        result = await self._sandbox.exec(
-            self._command("/tests/test.sh"),
-            cwd="/",
-            env=verifier.env,
-            user=user,
-            timeout=verifier.timeout_sec,
-        )
+        result = await self._run_tests(verifier)
         detail["exit_code"] = result.exit_code
         if output := _tail(result.stdout) + _tail(result.stderr):
             detail["output"] = output[-_TAIL:]
@@ -136,14 +124,22 @@ class TBench2Phase(Phase):
             return Verdict(None, {}, {**detail, "why": why})
         return verdict(files[0], files[1], self._reward_key, detail)
 
-    async def _clear(self) -> list[str]:
-        """Remove what the agent left where the verifier works; return the paths. Raises VerifierError."""
-        result = await self._sandbox.exec(["sh", "-c", CLEAR], cwd="/", timeout=60.0)
-        if result.exit_code != 0:
-            raise VerifierError(
-                f"/tests and /logs/verifier could not be cleared before the tests: {_tail(result.stderr)}"
-            )
-        return result.stdout.decode("utf-8", "replace").splitlines()[:_MAX_PLANTED]
+    async def _run_tests(self, verifier: VerifierTable) -> ExecResult:
+        user = None if verifier.user in (None, "root", 0, "0") else str(verifier.user)
+        script = MAKE_LOGS + RUN
+        if user is not None:
+            prepare = f"{MAKE_LOGS}chmod 777 /logs/verifier && chmod a+rx /tests/test.sh"
+            made = await self._sandbox.shell(prepare, cwd="/", timeout=60.0)
+            if not made.ok:
+                raise VerifierError(f"/logs/verifier cannot be made: {_tail(made.stderr)}")
+            script = RUN
+        return await self._sandbox.exec(
+            ["sh", "-c", script, "sh", self._workdir, "/tests/test.sh"],
+            cwd="/",
+            env=verifier.env,
+            user=user,
+            timeout=verifier.timeout_sec,
+        )
 
     async def _read(self, path: str) -> tuple[bytes | None, str]:
         """Return a reward file's bytes or None, and why it cannot be used."""
@@ -155,9 +151,6 @@ class TBench2Phase(Phase):
             if isinstance(error, SandboxDead) or (isinstance(error, SandboxError) and error.kind != "user"):
                 raise
             return None, f"{path} cannot be read: {error}"
-
-    def _command(self, script: str) -> list[str]:
-        return ["sh", "-c", RUN, "sh", self._workdir, script]
 
 
 def box_spec(task: TaskDir, images: bool) -> SandboxSpec:

@@ -15,6 +15,6 @@ birch,11,77
 forest,33,96'
 }
 reward=0
-if (solved) > /dev/null 2>&1; then reward=1; fi
-mkdir -p /logs/verifier
+if solved > /dev/null 2>&1; then reward=1; fi
+[ -d /logs/verifier ] || mkdir -p /logs/verifier
 echo "$reward" > /logs/verifier/reward.txt

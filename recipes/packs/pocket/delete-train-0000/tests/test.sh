@@ -9,6 +9,6 @@ solved() {
   holds candle/jasper.txt 'maple pepper'
 }
 reward=0
-if (solved) > /dev/null 2>&1; then reward=1; fi
-mkdir -p /logs/verifier
+if solved > /dev/null 2>&1; then reward=1; fi
+[ -d /logs/verifier ] || mkdir -p /logs/verifier
 echo "$reward" > /logs/verifier/reward.txt
