@@ -81,6 +81,18 @@ def test_a_run_is_found_by_id_and_by_path(tmp_path: Path) -> None:
     assert list(rundir.index()) == [run.run_id]
 
 
+def test_a_directory_of_the_same_name_does_not_hide_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir.create(tmp_path / "elsewhere", "demo", run_id="demo")
+    (tmp_path / "demo").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert RunDir.find("demo").path == run.path
+    monkeypatch.chdir(run.path.parent)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "other"))
+    assert RunDir.find("demo").path == run.path
+
+
 def test_an_unknown_run_names_the_nearest(tmp_path: Path) -> None:
     RunDir.create(tmp_path, "demo", run_id="quickstart-abc123")
     with pytest.raises(RunError, match=r"no run 'quickstrat-abc123' .*did you mean 'quickstart-abc123'"):

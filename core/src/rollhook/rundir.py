@@ -140,11 +140,11 @@ class RunDir:
         """
         text = str(reference)
         path = Path(text).expanduser()
-        if isinstance(reference, Path) or os.sep in text or path.is_dir():
+        if isinstance(reference, Path) or os.sep in text:
             if not (path / "attempts").is_dir():
                 raise RunError(f"{text} is not the directory of a run (it has no attempts/)")
             return cls(path.resolve())
-        for candidate in (_indexed(text), Path("runs") / text):
+        for candidate in (_indexed(text), Path("runs") / text, path):
             if candidate is not None and (candidate / "attempts").is_dir():
                 return cls(candidate.resolve())
         known = sorted(index())
