@@ -83,12 +83,14 @@ def test_the_short_quickstart_learns_and_leaves_nothing(tmp_path):
 
 
 def one_sandbox_per_episode(run):
+    """A sandbox is never used by two episodes, nor an episode's work done without one."""
     events = list(read(run / "attempts/1/journal.jsonl"))
-    created = [e for e in events if e.event == "lease_wanted"]
-    finished = {e.data["episode_id"] for e in events if e.event == "episode_finished"}
-    owners = [e.data["episode_id"] for e in created if e.data.get("episode_id")]
-    assert len(owners) == len(set(owners))
-    assert finished <= set(owners)
+    owners = [
+        e.data["episode"] for e in events if e.event in ("lease", "lease_assigned") and e.data.get("episode")
+    ]
+    finished = [e.data["episode_id"] for e in events if e.event == "episode_finished"]
+    assert sorted(owners) == sorted(finished)
+    assert len(set(owners)) == len(owners)
 
 
 def every_prompt_has_an_owner(run):
@@ -96,7 +98,7 @@ def every_prompt_has_an_owner(run):
     started = [e.data["episode_id"] for e in events if e.event == "episode_started"]
     trained = [
         i
-        for p in sorted(run.glob("checkpoints/*/COMPLETE.json"))
+        for p in sorted(run.glob("checkpoints/*/checkpoint.json"))
         for i in json.loads(p.read_bytes())["episode_ids"]
     ]
     assert len(started) == len(set(started))

@@ -34,6 +34,16 @@ class NativeTrainer(ABC):
         """Write a freshly initialised model and tokenizer, as the recipe's `model` keys say, to `directory`."""
         raise NotImplementedError
 
+    @classmethod
+    def fetch_model(cls, name: str) -> Path:
+        """Return the directory of pretrained weights that a name, not a path, stands for.
+
+        Raises UsageError when there are none, or none can be fetched here.
+        """
+        from rollhook.errors import UsageError
+
+        raise UsageError(f"model.path: there is no directory {name}")
+
     @abstractmethod
     def setup(self, model_dir: Path, *, total_steps: int, seed: int) -> None:
         """Load weights and make the optimizer. Called once, before anything else."""

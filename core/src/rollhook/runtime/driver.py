@@ -19,7 +19,7 @@ from rollhook.observers import Observers
 from rollhook.records import Sample
 from rollhook.runtime.episode import EpisodeResult
 from rollhook.runtime.evaluate import Evaluation
-from rollhook.runtime.model import local_model
+from rollhook.runtime.model import is_path, local_model
 from rollhook.runtime.parts import Parts, cache_directory
 from rollhook.runtime.progress import Display
 from rollhook.runtime.results import RunResult, Status
@@ -173,18 +173,23 @@ class Driver:
         """Return the directory of the first weights, made by the trainer where the recipe says `init`."""
         model = self.recipe.model
         if self.recipe.checkpoint.load_from:
-            return await asyncio.to_thread(local_model, self.recipe.checkpoint.load_from)
+            return await self._pretrained(self.recipe.checkpoint.load_from, placing)
         if model is None or (model.path is None and model.init is None):
             raise UsageError("model: name weights with `path` or make fresh ones with `init`")
         if model.init is None:
-            assert model.path is not None
-            return await asyncio.to_thread(local_model, model.path)
+            return await self._pretrained(model.path or "", placing)
         directory = attempt.path / "model"
         directory.mkdir()
         keys = parts.resolved(model.model_dump())
         trainer = await placing
         await trainer.call("initialise_model", keys, str(directory), derive(self.recipe.seed, "model"))
         return directory
+
+    async def _pretrained(self, name: str, placing: Awaitable[Remote]) -> Path:
+        if await asyncio.to_thread(is_path, name):
+            return await asyncio.to_thread(local_model, name)
+        trainer = await placing
+        return Path(await trainer.call("fetch_model", name))
 
     async def _loop(
         self, trainer: Remote, rollouts: Rollouts | None, weights: WeightStore, attempt: Attempt
@@ -262,7 +267,7 @@ class Driver:
         """Write a checkpoint; the step is committed when its marker is durable."""
         began = time.monotonic()
         await asyncio.to_thread(attempt.assert_newest)
-        await asyncio.to_thread(self.store.flush)
+        await self.store.commit()
         path = await asyncio.to_thread(self.checkpoints.begin, done)
         await trainer.call("save", str(path))
         await attempt.journal.commit()

@@ -10,25 +10,17 @@ from rollhook.errors import UsageError
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "seq_length")
 
 
+def is_path(name: str) -> bool:
+    """Return whether a model's name is a directory here, or can be nothing else."""
+    return name.startswith((".", "/", "~")) or Path(name).is_dir()
+
+
 def local_model(name: str) -> Path:
-    """Return the directory of pretrained weights: a path, or a name that the Hugging Face hub knows."""
+    """Return the directory of pretrained weights. Raises UsageError when it is not there."""
     path = Path(name).expanduser()
-    if path.is_dir():
-        return path
-    if name.startswith((".", "/", "~")):
+    if not path.is_dir():
         raise UsageError(f"model.path: there is no directory {name}")
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError:
-        raise UsageError(
-            f"model.path: {name} is not a directory, and huggingface_hub, which might fetch it, is absent"
-        ) from None
-    try:
-        return Path(snapshot_download(name))
-    except Exception as error:
-        raise UsageError(
-            f"model.path: {name} is not a directory and could not be fetched: {error}"
-        ) from error
+    return path
 
 
 def context_length(model_dir: Path) -> int:

@@ -177,7 +177,7 @@ class Rollouts:
         """Return the pool's counts, as metrics."""
         if self._pool is None:
             return {}
-        return {f"sandbox/{name}": float(value) for name, value in self._pool.stats().items()}
+        return self._pool.stats()
 
     async def aclose(self) -> None:
         """Release everything: engines, sandboxes, environments."""

@@ -31,6 +31,10 @@ class TrainerHost:
         """Write a fresh model."""
         self._class.initialise_model(model, Path(directory), seed)
 
+    def fetch_model(self, name: str) -> str:
+        """Return where a named model's weights are."""
+        return str(self._class.fetch_model(name))
+
     def setup(self, model_dir: str, total_steps: int, seed: int) -> None:
         """Load weights and make the optimizer."""
         self._trainer.setup(Path(model_dir), total_steps=total_steps, seed=seed)
