@@ -190,6 +190,9 @@ class Gateway:
             if status >= 500:
                 log.warning("a request to the gateway failed: %s", error)
             return _error(status, str(error), code)
+        except Exception:  # whatever a message makes a template do, the client gets an answer
+            log.exception("a request to the gateway failed unexpectedly")
+            return _error(500, "the gateway failed; its log says why", "server_error")
 
     def _authorise(self, request: web.Request) -> None:
         given = request.headers.get("Authorization", "")

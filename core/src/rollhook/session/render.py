@@ -175,7 +175,14 @@ class Renderer:
                 add_generation_prompt=generate,
                 **self._variables,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+        except (
+            jinja2.TemplateError,
+            TypeError,
+            ValueError,
+            KeyError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             raise RenderError(f"the chat template refuses the messages: {error}") from error
 
     def _mark(self, value: Any) -> Any:

@@ -326,17 +326,24 @@ def checked(message: Any) -> Message:
     """Return a message if it has the form of one, else raise SessionError."""
     if not isinstance(message, Mapping):
         raise SessionError("every message is an object with role and content")
-    role, content = message.get("role"), message.get("content")
-    if role not in _ROLES:
+    role = message.get("role")
+    if not isinstance(role, str) or role not in _ROLES:
         raise SessionError(f"role {role!r} is unknown; roles are system, user, assistant, tool")
-    if content is not None and not isinstance(content, str):
-        raise SessionError("content of a message must be text or null")
-    calls = message.get("tool_calls")
-    if calls is not None and not (
-        isinstance(calls, list | tuple) and all(isinstance(c, Mapping) for c in calls)
-    ):
-        raise SessionError("tool_calls of a message must be a list of objects")
+    for key in ("content", "reasoning_content", "tool_call_id", "name"):
+        if not isinstance(message.get(key), str | None):
+            raise SessionError(f"{key} of a message must be text or null")
+    for call in _calls(message):
+        function = call.get("function")
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise SessionError("every one of a message's tool_calls has a function with a name")
     return message  # type: ignore[return-value]
+
+
+def _calls(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    calls = message.get("tool_calls") or ()
+    if not isinstance(calls, list | tuple) or not all(isinstance(call, Mapping) for call in calls):
+        raise SessionError("tool_calls of a message must be a list of objects")
+    return calls
 
 
 def _check_appended(appended: Sequence[Message]) -> None:

@@ -1,0 +1,357 @@
+"""The HTTP face of sessions: the same Session object, and the right status for whatever comes in."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import aiohttp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollhook.engine.base import SamplingParams
+from rollhook.errors import UsageError
+from rollhook.session import Limits, Renderer
+from rollhook.session.gateway import Gateway, SessionDefaults
+from rollhook.testing.fake_engine import FakeEngine
+from rollhook.testing.policy import says, serving
+from rollhook.testing.tokenizer import write_tokenizer
+
+USER = {"role": "user", "content": "go"}
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def engine(directory):
+    return FakeEngine(says(Renderer(directory), "hello", "again"))
+
+
+class Face:
+    """A client of a gateway."""
+
+    def __init__(self, gateway, policy, http):
+        self.gateway, self.policy, self.http = gateway, policy, http
+
+    async def call(self, method, path, json=None, **keys):
+        async with self.http.request(method, self.gateway.url + path, json=json, **keys) as response:
+            raw = await response.read()
+            return response.status, await response.json() if raw else None
+
+    async def session(self, **body):
+        status, answer = await self.call("POST", "/sessions", body)
+        assert status == 201
+        return "/sessions/" + answer["session_id"]
+
+    async def chat(self, session, *messages, **body):
+        return await self.call("POST", session + CHAT, {"messages": list(messages), **body})
+
+
+@asynccontextmanager
+async def facing(engine, directory, *, limits=None, **keys):
+    async with serving(engine, directory=directory, limits=limits) as policy:
+        gateway = Gateway(policy, **keys)
+        await gateway.start()
+        try:
+            async with aiohttp.ClientSession() as http:
+                yield Face(gateway, policy, http)
+        finally:
+            await gateway.stop()
+            await gateway.stop()
+
+
+@pytest.fixture
+async def face(engine, directory):
+    async with facing(engine, directory) as face:
+        yield face
+
+
+async def test_a_conversation_over_http_is_a_session(face, engine):
+    session = await face.session(task_id="t")
+    status, first = await face.chat(session, USER, model="m")
+    assert status == 200
+    (choice,) = first["choices"]
+    assert choice == {
+        "index": 0,
+        "message": {"role": "assistant", "content": "hello"},
+        "finish_reason": "stop",
+    }
+    assert first["object"] == "chat.completion"
+    assert first["model"] == "m"
+    assert first["usage"]["completion_tokens"] == 6
+    status, second = await face.chat(session, USER, choice["message"], USER)
+    assert second["choices"][0]["message"]["content"] == "again"
+    sent = [request["input_ids"] for request in engine.requests]
+    assert sent[1][: len(sent[0])] == sent[0]
+    status, shown = await face.call("GET", session)
+    assert (shown["turns"], shown["turns_left"], len(shown["branches"])) == (2, 28, 1)
+    (inner,) = face.policy.sessions.values()
+    assert len(inner.leaves()) == 1
+
+
+async def test_delete_closes_once(face):
+    session = await face.session()
+    assert (await face.call("DELETE", session))[0] == 204
+    assert (await face.call("DELETE", session))[0] == 404
+    assert (await face.call("GET", session))[0] == 404
+    assert (await face.chat(session, USER))[0] == 404
+
+
+async def test_a_session_gets_what_was_asked_and_no_more_than_the_defaults(engine, directory):
+    defaults = SessionDefaults(max_seq_len=500, reply_tokens=50, turns=2, sampling=SamplingParams(0.5))
+    async with facing(engine, directory, defaults=defaults) as face:
+        session = await face.session(reply_tokens=3, temperature=0.0, seed=1)
+        await face.chat(session, USER)
+        assert engine.requests[0]["sampling_params"]["max_new_tokens"] == 3
+        assert engine.requests[0]["sampling_params"]["temperature"] == 0.0
+        assert (await face.call("POST", "/sessions", {"turns": 3}))[0] == 422
+
+
+async def test_max_tokens_of_a_request_bounds_its_reply(face, engine):
+    session = await face.session()
+    _, answer = await face.chat(session, USER, max_tokens=2)
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert engine.requests[0]["sampling_params"]["max_new_tokens"] == 2
+
+
+async def test_text_parts_are_joined(face, engine, directory):
+    session = await face.session()
+    parts = [{"type": "text", "text": "g"}, {"type": "text", "text": "o"}]
+    assert (await face.chat(session, {"role": "user", "content": parts}))[0] == 200
+    assert engine.requests[0]["input_ids"] == Renderer(directory).first([USER])
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "told"),
+    [
+        ({}, 400, "messages must be a list"),
+        ({"messages": []}, 400, "messages must be a list"),
+        ({"messages": "hi"}, 400, "messages must be a list"),
+        ({"messages": ["hi"]}, 400, "an object with role and content"),
+        ({"messages": [{"role": "boss", "content": "x"}]}, 400, "role 'boss' is unknown"),
+        ({"messages": [{"role": ["user"], "content": "x"}]}, 400, "is unknown"),
+        ({"messages": [{"role": "user", "content": 5}]}, 400, "must be text"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, 400, "tool_calls"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, 400, "tool_calls"),
+        ({"messages": [{"role": "user", "content": "x", "name": []}]}, 400, "name of a message"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 422, "only text parts"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, 400, "last message is the assistant's"),
+        ({"messages": [USER], "stream": True}, 400, "streaming"),
+        ({"messages": [USER], "n": 2}, 400, "one choice"),
+        ({"messages": [USER], "tools": "x"}, 400, "tools must be"),
+        ({"messages": [USER], "max_tokens": 0}, 422, "max_tokens must be"),
+        ({"messages": [USER], "max_tokens": "many"}, 422, "max_tokens must be"),
+        ({"messages": [USER], "max_completion_tokens": True}, 422, "max_completion_tokens must be"),
+    ],
+)
+async def test_bad_chats_are_answered_in_words(face, engine, body, status, told):
+    session = await face.session()
+    answered, error = await face.call("POST", session + CHAT, body)
+    assert answered == status
+    assert told in error["error"]["message"]
+    assert error["error"]["type"] == "invalid_request_error"
+    assert not engine.requests
+
+
+@pytest.mark.parametrize(
+    ("raw", "told"),
+    [
+        (b"not json", "not JSON"),
+        (b"", "not JSON"),
+        (b"[1, 2]", "must be a JSON object"),
+        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "not JSON"),
+        (b'{"messages": ' + b"[" * 5000 + b"]" * 5000 + b"}", "not JSON"),
+        (b'{"messages": "\xff"}', "not JSON"),
+    ],
+    ids=["text", "empty", "list", "lone surrogate", "deep", "no utf-8"],
+)
+async def test_bodies_that_are_no_json_object_are_refused(face, raw, told):
+    session = await face.session()
+    status, error = await face.call("POST", session + CHAT, data=raw)
+    assert status == 400
+    assert told in error["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ({"session_id": "a/b"}, "session_id"),
+        ({"session_id": 7}, "session_id"),
+        ({"session_id": ""}, "session_id"),
+        ({"max_seq_len": 10**9}, "max_seq_len"),
+        ({"turns": -1}, "turns"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+    ],
+)
+async def test_bad_sessions_are_refused_in_words(face, body, told):
+    status, error = await face.call("POST", "/sessions", body)
+    assert status == 422
+    assert told in error["error"]["message"]
+
+
+async def test_an_id_is_open_once(face):
+    assert await face.session(session_id="mine") == "/sessions/mine"
+    assert (await face.call("POST", "/sessions", {"session_id": "mine"}))[0] == 409
+
+
+async def test_a_turn_cut_for_length_conflicts(face):
+    session = await face.session(reply_tokens=2)
+    _, cut = await face.chat(session, USER)
+    status, error = await face.chat(session, USER, cut["choices"][0]["message"], USER)
+    assert status == 409
+    assert "cut for length" in error["error"]["message"]
+
+
+async def test_a_body_too_large_is_refused_before_it_is_read(engine, directory):
+    async with facing(engine, directory, max_body=1 << 20) as face:
+        session = await face.session()
+        # the length is announced, the hundred megabytes are never sent
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(face.gateway.url.rpartition(":")[2]))
+        writer.write(
+            f"POST {session}{CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 104857600\r\n\r\n{{".encode()
+        )
+        assert b"413" in await reader.readline()
+        writer.close()
+        await writer.wait_closed()
+        status, error = await face.call("POST", session + CHAT, data=_endless(2 << 20))
+        assert status == 413
+        assert "larger than" in error["error"]["message"]
+        assert (await face.chat(session, USER))[0] == 200
+
+
+async def _endless(size):
+    for _ in range(size >> 16):
+        yield b" " * (1 << 16)
+
+
+json = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=6,
+)
+message = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant", "tool", "system"]) | json},
+    optional={
+        "content": st.text(max_size=10) | json,
+        "tool_calls": json | st.just([{"id": "1", "function": {"name": "f", "arguments": "{"}}]),
+        "tool_call_id": json,
+        "name": json,
+        "reasoning_content": json,
+    },
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(
+        st.fixed_dictionaries(
+            {"messages": st.lists(message, max_size=3) | json},
+            optional={"tools": json, "max_tokens": json, "model": json, "n": json},
+        ),
+        max_size=10,
+    )
+)
+def test_any_json_is_answered_and_never_with_a_500(directory, bodies):
+    async def send():
+        engine = FakeEngine(says(Renderer(directory), "hello"))
+        async with facing(engine, directory) as face:
+            session = await face.session()
+            for body in bodies:
+                status, answer = await face.call("POST", session + CHAT, body)
+                assert status in (200, 400, 409, 422), answer
+
+    asyncio.run(send())
+
+
+async def test_unknown_paths_and_methods_have_openai_errors(face):
+    for method, path, status in [("GET", "/nowhere", 404), ("PUT", "/sessions", 405)]:
+        answered, error = await face.call(method, path)
+        assert answered == status
+        assert error["error"]["type"] == "invalid_request_error"
+
+
+async def test_a_failing_engine_is_a_bad_gateway(engine, directory):
+    engine.fail("/generate", 500, times=9)
+    async with facing(engine, directory, limits=Limits(attempts=2, backoff=0.001)) as face:
+        session = await face.session()
+        status, error = await face.chat(session, USER)
+        assert status == 502
+        assert error["error"] == {
+            "message": error["error"]["message"],
+            "type": "server_error",
+            "param": None,
+            "code": "engine_error",
+        }
+
+
+async def test_a_request_that_the_template_refuses_is_unprocessable(engine, tmp_path):
+    write_tokenizer(
+        tmp_path,
+        template="{% for m in messages %}"
+        "{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+        "{{ m.content }}<|im_end|>{% endfor %}",
+    )
+    async with facing(engine, tmp_path) as face:
+        session = await face.session()
+        status, error = await face.chat(session, {"role": "tool", "content": "x", "tool_call_id": "1"})
+        assert status == 422
+        assert "no tools here" in error["error"]["message"]
+
+
+async def test_a_client_that_goes_away_ends_its_reply(face, engine):
+    engine.hold()
+    session = await face.session()
+    call = asyncio.ensure_future(face.chat(session, USER))
+    await engine.until(lambda: engine.running == 1)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    await engine.until(lambda: engine.running == 0)
+    (inner,) = face.policy.sessions.values()
+    assert not inner.leaves()
+
+
+async def test_deleting_during_a_reply_ends_it(face, engine):
+    engine.hold()
+    session = await face.session()
+    call = asyncio.ensure_future(face.chat(session, USER))
+    await engine.until(lambda: engine.running == 1)
+    assert (await face.call("DELETE", session))[0] == 204
+    status, error = await call
+    assert status == 404
+    assert "closed during the reply" in error["error"]["message"]
+
+
+async def test_the_number_of_sessions_is_bounded(engine, directory):
+    async with facing(engine, directory, max_sessions=1) as face:
+        await face.session()
+        assert (await face.call("POST", "/sessions"))[0] == 429
+
+
+async def test_a_token_is_required_where_there_is_one(engine, directory):
+    async with facing(engine, directory, token="s3cret") as face:
+        assert (await face.call("GET", "/health"))[0] == 200
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "s3cret"}):
+            status, error = await face.call("POST", "/sessions", headers=headers)
+            assert status == 401
+            assert "s3cret" not in error["error"]["message"]
+        right = {"Authorization": "Bearer s3cret"}
+        assert (await face.call("POST", "/sessions", headers=right))[0] == 201
+
+
+@pytest.mark.parametrize("bind", ["0.0.0.0", "::", "10.1.2.3", "example.org"])
+async def test_an_address_that_others_reach_needs_a_token(engine, directory, bind):
+    async with serving(engine, directory=directory) as policy:
+        with pytest.raises(UsageError, match=r"gateway\.token must name a secret"):
+            Gateway(policy, bind=bind)
+        Gateway(policy, bind=bind, token="s3cret")
+
+
+@pytest.mark.parametrize("bind", ["127.0.0.1", "::1", "localhost", "127.8.8.8"])
+async def test_a_loopback_address_needs_none(engine, directory, bind):
+    async with serving(engine, directory=directory) as policy:
+        Gateway(policy, bind=bind)
