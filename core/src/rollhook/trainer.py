@@ -31,7 +31,7 @@ class NativeTrainer(ABC):
 
     @classmethod
     def initialise_model(cls, model: Mapping[str, Any], directory: Path, seed: int) -> None:
-        """Write a freshly initialised model and tokenizer, as the recipe's `model` keys say, to `directory`."""
+        """Write a fresh model and tokenizer, as the recipe's `model` keys say, to `directory`."""
         raise NotImplementedError
 
     @classmethod
@@ -61,7 +61,7 @@ class NativeTrainer(ABC):
 
     @abstractmethod
     def save(self, directory: Path) -> None:
-        """Write weights, optimizer, scheduler and data position into an empty directory, fsynced; no marker."""
+        """Write weights, optimizer, schedule and data position into an empty directory, fsynced."""
 
     @abstractmethod
     def load(self, directory: Path) -> None:

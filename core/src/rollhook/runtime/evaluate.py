@@ -93,6 +93,7 @@ async def evaluate(
     seed: int,
     max_concurrent: int,
     retries: int = 2,
+    started: Callable[[EpisodeRequest], None] = lambda request: None,
     finished: Callable[[EpisodeResult], None] = lambda result: None,
 ) -> Evaluation:
     """Run one episode per task; one that gave no verdict for want of machinery is tried again."""
@@ -108,6 +109,7 @@ async def evaluate(
                 episode_id, f"eval-{task.id}", task, derive(seed, mode, number), sampling, purpose="eval"
             )
             async with slots:
+                started(request)
                 result = await runner.run(request)
             finished(result)
             if result.record.outcome.kind != "infra_error":

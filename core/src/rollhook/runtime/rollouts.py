@@ -144,6 +144,7 @@ class Rollouts:
                         attempt=self._attempt.number,
                         seed=derive(self._recipe.seed, "evaluation", step),
                         max_concurrent=self._recipe.rollout.max_concurrent,
+                        started=self._journal_start,
                         finished=self._finished,
                     )
                 )
