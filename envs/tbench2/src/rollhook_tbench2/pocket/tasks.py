@@ -108,7 +108,10 @@ def task_files(task: PocketTask) -> dict[str, tuple[bytes, int]]:
     files: dict[str, tuple[bytes, int]] = {
         "task.toml": (_TOML.format(id=task.id, family=task.family.name).encode(), 0o644),
         "instruction.md": (f"{task.instruction}\n".encode(), 0o644),
-        "environment/Dockerfile": (f"FROM debian:12-slim\nWORKDIR /work\n{copy}".encode(), 0o644),
+        "environment/Dockerfile": (
+            f"FROM debian:12-slim\nENV LC_ALL=C\nWORKDIR /work\n{copy}".encode(),
+            0o644,
+        ),
         "tests/test.sh": (_TEST.format(checks=checks).encode(), 0o755),
         "solution/solve.sh": (f"#!/bin/sh\ncd /work || exit\n{task.work.command}\n".encode(), 0o755),
     }
