@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
@@ -57,8 +58,7 @@ class Box:
         pid = os.fork()
         if pid == 0:
             try:
-                os.setsid()
-                self.join_groups()
+                os.setpgid(0, 0)
                 restore_signals()
                 os.dup2(theirs.fileno(), 0)
                 os.dup2(theirs.fileno(), 1)
@@ -69,6 +69,8 @@ class Box:
             finally:
                 os._exit(127)
         theirs.close()
+        with contextlib.suppress(PermissionError):  # it has executed, and done this itself
+            os.setpgid(pid, pid)
         self.monitor = pid
         return self.channel.fileno()
 
@@ -119,8 +121,8 @@ class Box:
         try:
             if self.pidfd >= 0:
                 signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
-            elif self.monitor:
-                os.kill(self.monitor, signal.SIGKILL)
+            elif self.monitor:  # with what it has forked, which does not yet die with it
+                os.killpg(self.monitor, signal.SIGKILL)
         except ProcessLookupError:
             pass
 
@@ -138,7 +140,10 @@ class Box:
         self.ready = False
 
     def join_groups(self) -> None:
-        """Move the calling process into the sandbox's control groups."""
+        """Move the calling process into the sandbox's control groups.
+
+        Commands do; process 1 does not, so that it can always reap.
+        """
         for fd in self.groups:
             os.write(fd, b"0")
 

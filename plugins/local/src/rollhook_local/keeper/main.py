@@ -285,6 +285,8 @@ class Keeper:
                 self._ended(ended)
 
     def _ended(self, box: Box) -> None:
+        if not box.ready:
+            box.kill()  # what the program that was to make it has left
         if not box.ready and not box.deleted:
             self._answer(box.created, {"errno": errno.EIO, "error": box.why()})
         elif not box.deleted:
