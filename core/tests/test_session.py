@@ -531,6 +531,39 @@ async def test_a_worker_that_comes_back_with_old_weights_stays_out(directory, re
         assert policy.table.offered()
 
 
+async def test_an_ill_worker_is_asked_for_its_health_now_and_then(directory, renderer):
+    now = [0.0]
+    engines = [FakeEngine(says(renderer, "x")), FakeEngine(says(renderer, "x"))]
+    async with serving(*engines, directory=directory, now=lambda: now[0], limits=FAST) as policy:
+        session = open_session(policy)
+        ill = next(engine for engine in engines if engine.worker == session.route.worker)
+        ill.fail("/generate")
+        ill.healthy = False
+        reply = await session.chat([USER])
+        ill.healthy = True
+        assert len(policy.table.offered()) == 1
+        now[0] += 31
+        await session.chat([USER, reply.message, NEXT])
+        await policy.close()
+        assert len(policy.table.offered()) == 2
+
+
+async def test_weight_updates_may_abort_a_request_more_often_than_an_engine_may_fail(
+    directory, renderer, tmp_path
+):
+    store = WeightStore(tmp_path)
+    engine = FakeEngine(says(renderer, "abcd"))
+    engine.hold(after=2)
+    async with serving(engine, directory=directory, limits=Limits(attempts=2)) as policy:
+        session = open_session(policy)
+        call = asyncio.ensure_future(session.chat([USER]))
+        for version in (2, 3, 4):
+            await engine.until(lambda: engine.running == 1)
+            await policy.update_weights(store.new(version), version, mode="abort")
+        await engine.release()
+        assert (await call).message["content"] == "abcd"
+
+
 async def test_tries_are_bounded(directory, renderer):
     engine = FakeEngine(says(renderer, "x"))
     engine.fail("/generate", 500, times=99)

@@ -57,6 +57,7 @@ class PolicyClient:
         self._gate = Gate(now)
         self._next_version: int | None = None
         self._jitter = random.Random(seed)  # noqa: S311 - spreads retries
+        self._checked = now()
         self._background: set[asyncio.Task[None]] = set()
 
     @property
@@ -146,11 +147,13 @@ class PolicyClient:
         started = self._now()
         failed: set[Worker] = set()
         error: EngineError | None = None
-        for tries in range(1, self._limits.attempts + 1):
+        tries = faults = 0
+        while faults < self._limits.attempts:
+            tries += 1
             await self._wait_open()
-            entry = await self._worker(route, failed)
+            entry = await self._worker(route, failed, faults)
             before = entry.version
-            asked, paused = self._now(), self._gate.seconds()
+            asked, paused, pauses = self._now(), self._gate.seconds(), self._gate.pauses
             request = GenerationRequest(f"{route.request.session_id}-{uuid4().hex[:12]}", ids, sampling)
             entry.tokens_in_flight += (tokens := len(ids) + sampling.max_new_tokens)
             try:
@@ -159,6 +162,7 @@ class PolicyClient:
                 if failure.kind == "user":
                     raise
                 error = failure
+                faults += 1
                 failed.add(entry.worker)
                 await self._failed(entry, failure)
                 continue
@@ -170,6 +174,7 @@ class PolicyClient:
             if generation.finish_reason == "abort":
                 error = EngineError(f"{entry.worker.url} aborted the request", kind="retryable")
                 self._charge_cut(clock, spent)
+                faults += self._gate.pauses == pauses  # a weight update may abort as often as it likes
                 continue
             if clock is not None:
                 clock.charge("tokens", spent)
@@ -177,9 +182,7 @@ class PolicyClient:
             engine = self._now() - asked
             total = self._now() - started
             return Turn(generation, before, after, spent, engine, max(0.0, total - spent), tries)
-        raise EngineError(
-            f"no answer after {self._limits.attempts} tries: {error}", kind="infrastructure"
-        ) from error
+        raise EngineError(f"no answer after {tries} tries: {error}", kind="infrastructure") from error
 
     def leave(self, route: Route) -> None:
         """Forget a session: its worker's count and what the router policies know of it."""
@@ -226,14 +229,15 @@ class PolicyClient:
         if route.entry is not None:
             route.entry.open_sessions += 1
 
-    async def _worker(self, route: Route, failed: set[Worker]) -> Entry:
+    async def _worker(self, route: Route, failed: set[Worker], faults: int) -> Entry:
         """Return a worker for the next try, waiting while none is on offer or all of them have failed."""
         deadline = self._now() + self._limits.no_worker
         pause = self._limits.backoff
+        self._look_after_the_ill()
         while True:
             offered = self.table.offered()
             if offered and all(entry.worker in failed for entry in offered):
-                await self._sleep(pause * self._jitter.uniform(0.8, 1.2) * len(failed))
+                await self._sleep(pause * 2 ** (faults - 1) * self._jitter.uniform(0.8, 1.2))
                 failed.clear()
             if (entry := self._choose(route, failed)) is not None:
                 return entry
@@ -247,6 +251,13 @@ class PolicyClient:
             if not self.table.offered():
                 await self._sleep(pause * self._jitter.uniform(0.8, 1.2))
                 pause = min(2 * pause, 10.0)
+
+    def _look_after_the_ill(self) -> None:
+        """Ask workers that are out for their health now and then, beside the requests."""
+        due = self._checked + self._limits.health_interval
+        if self._now() >= due and any(not entry.healthy for entry in self.table):
+            self._checked = self._now()
+            self._later(self.check_health())
 
     async def _failed(self, entry: Entry, error: EngineError) -> None:
         """Take a worker that failed a request out of the routing unless it says that it is well."""

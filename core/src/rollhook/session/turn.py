@@ -49,6 +49,7 @@ class Limits:
     no_worker: float = 120.0
     pause: float = 1800.0
     abort: float = 10.0
+    health_interval: float = 30.0
 
 
 @dataclass(frozen=True)

@@ -84,6 +84,8 @@ class Gate:
         self._open.set()
         self._since: float | None = None
         self._total = 0.0
+        #: how often it was closed
+        self.pauses = 0
 
     @property
     def paused(self) -> bool:
@@ -98,6 +100,7 @@ class Gate:
         """Close the gate; nothing when it is closed."""
         if self._since is None:
             self._since = self._now()
+            self.pauses += 1
             self._open.clear()
 
     def resume(self) -> None:
