@@ -37,7 +37,7 @@ class Sources:
 def shipped_directory() -> Path:
     """Return where the recipes that come with Rollhook are."""
     package = Path(rollhook.__file__).resolve().parent
-    packaged, checkout = package / "recipes", package.parents[2] / "recipes"
+    packaged, checkout = (package / "recipes").resolve(), package.parents[2] / "recipes"
     return packaged if packaged.is_dir() else checkout
 
 
