@@ -134,6 +134,9 @@ def _fields_at(model: type[BaseModel], path: paths.Path) -> list[str]:
 
 
 def _description(model: type[BaseModel], path: paths.Path) -> str:
+    """Return what the field says; a validator of the whole model has no field."""
+    if not path:
+        return ""
     for parent in models_at(model, path[:-1]):
         field = parent.model_fields.get(str(path[-1]))
         if field is not None and field.description:
