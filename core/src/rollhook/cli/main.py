@@ -152,3 +152,7 @@ def _options(
     debug: Annotated[bool, typer.Option("--debug", help="Show a traceback when something fails.")] = False,
 ) -> None:
     """A plugin-based agent-environment runtime for reinforcement learning of language-model agents."""
+
+
+if __name__ == "__main__":
+    main()

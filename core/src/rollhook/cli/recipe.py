@@ -58,14 +58,20 @@ def check(
 
 def explain(recipe: Recipe, overrides: Overrides = None, json: Json = False) -> None:
     """Say which distribution supplies each part of a recipe, and where every value came from."""
+    from rollhook.recipe import paths
     from rollhook.recipe.check import check_recipe
-    from rollhook.recipe.explain import supplied, values
+    from rollhook.recipe.explain import supplied, values, wrong_keys
     from rollhook.recipe.problem import RecipeError
     from rollhook.recipe.validate import show
 
     checked = check_recipe(recipe, overrides or [], site="none")
     parts, rows = supplied(checked), values(checked)
-    deviations = checked.loaded.deviations
+    wrong = wrong_keys(checked)
+    deviations = {
+        key: deviation
+        for key, deviation in checked.loaded.deviations.items()
+        if not any(paths.below(paths.parse(key), each) for each in wrong)
+    }
     if json:
         as_json(
             {

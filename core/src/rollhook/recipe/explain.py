@@ -39,14 +39,23 @@ def supplied(checked: Checked) -> list[Supplied]:
 
 
 def values(checked: Checked) -> list[Value]:
-    """Return every value, defaults included; only those written down while the recipe is not valid."""
-    loaded = checked.loaded
+    """Return every value, defaults included; only those written down while the recipe is not valid.
+
+    A value that is wrong is not among them: it may be a secret in the wrong place.
+    """
+    loaded, wrong = checked.loaded, wrong_keys(checked)
     data = loaded.resolved if checked.composition else complete(loaded, checked.plugins)
     owners = {part.key: f"default of {part.kind}.{part.name}" for part in checked.parts}
     return [
         Value(paths.text(path), value, _source(loaded.origins, path, owners))
         for path, value in paths.leaves(data)
+        if not any(paths.below(path, key) for key in wrong)
     ]
+
+
+def wrong_keys(checked: Checked) -> list[paths.Path]:
+    """Return the paths of the keys that have a problem."""
+    return [paths.parse(problem.key) for problem in checked.composition if problem.key]
 
 
 def _source(origins: dict[str, str], path: paths.Path, owners: dict[str, str]) -> str:

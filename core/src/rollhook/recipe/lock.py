@@ -108,7 +108,10 @@ def read_lock(document: Mapping[str, Any], name: str, overrides: Sequence[str]) 
                 hint="override the recipe instead",
             )
         )
-    data = dict(document.get("recipe") or {})
+    data = document.get("recipe")
+    if not isinstance(data, dict):
+        problems.append(Problem("recipe", "is not a mapping: the lock is damaged", name))
+        return Loaded(None, {}, {}, {}, {}, problems, [name])
     unresolved: set[paths.Path] = set()
     for key in document.get("unresolved") or ():
         path = paths.parse(key)

@@ -18,12 +18,14 @@ MAX_NODES = 100_000
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 as PyYAML reads it, but 1e-3 is a number, and dates, `on` and `off` are text."""
+    """YAML as PyYAML reads it, but 1e-3 is a number, and `on`, dates, 1:30 and 010 are text."""
 
 
 _Loader.yaml_implicit_resolvers = {
     first: [
-        (tag, pattern) for tag, pattern in resolvers if not tag.endswith((":float", ":timestamp", ":bool"))
+        (tag, pattern)
+        for tag, pattern in resolvers
+        if not tag.endswith((":int", ":float", ":timestamp", ":bool"))
     ]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
@@ -33,6 +35,9 @@ _Loader.add_implicit_resolver(
         r"^[-+]?(\d[\d_]*\.[\d_]*|\.\d[\d_]*|\d[\d_]*(?=[eE]))([eE][-+]?\d+)?$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$"
     ),
     list("-+0123456789."),
+)
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:int", re.compile(r"^[-+]?(0|[1-9][\d_]*|0x[\da-fA-F_]+)$"), list("-+0123456789")
 )
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:bool", re.compile(r"^(true|True|TRUE|false|False|FALSE)$"), list("tTfF")
@@ -67,7 +72,10 @@ def read_file(path: Path, name: str) -> Document:
 
 def read_text(text: str, name: str) -> Document:
     """Parse a recipe; every duplicate key and every odd key is reported, not just the first."""
-    loader = _Loader(text)
+    try:
+        loader = _Loader(text)
+    except yaml.YAMLError as error:
+        return Document(problems=[_syntax(error, name, text)])
     try:
         node = loader.get_single_node()
         if node is None:
@@ -149,7 +157,7 @@ class _Reader:
 
 def _syntax(error: yaml.YAMLError, name: str, text: str) -> Problem:
     mark = getattr(error, "problem_mark", None)
-    reason = getattr(error, "problem", None) or str(error)
+    reason = getattr(error, "problem", None) or " ".join(str(error).split())
     if mark is None:
         return Problem("", reason if reason.startswith("has ") else f"is not YAML: {reason}", name)
     line = text.splitlines()[mark.line] if mark.line < len(text.splitlines()) else ""

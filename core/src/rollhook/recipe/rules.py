@@ -94,9 +94,11 @@ def no_effect(c: Composition) -> Iterator[Problem]:
     """Keys that nothing reads under the chosen parts.
 
     A key counts only if it was not given before the choice: what a shipped recipe says may be switched
-    off by an override.
+    off by an override. A lock says everything, so nothing counts there.
     """
     r = c.recipe
+    if c.loaded.locked is not None:
+        return
     if c.trains and not c.trains_on_episodes:
         keys = ["group_size", "batch_groups", "submission", "max_staleness", "buffer_groups", "refill_limit"]
         keys += ["drop_zero_variance", "draw", "draw_floor", "permute_rewards"]
