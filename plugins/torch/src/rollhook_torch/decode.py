@@ -8,6 +8,7 @@ the weight version of every token exact.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import random
 import threading
@@ -73,6 +74,9 @@ class Batch:
 
     def __init__(self, model: Any) -> None:
         self._model = model
+        # renamed in transformers 5.2x; the old name warns
+        names = inspect.signature(model.forward).parameters
+        self._cache_name = "cache" if "cache" in names else "past_key_values"
         self.rows: list[Request] = []
         self._cache = DynamicCache()
         self._mask = torch.zeros(0, 0, dtype=torch.long)
@@ -141,9 +145,9 @@ class Batch:
             input_ids=ids,
             attention_mask=mask,
             position_ids=positions,
-            past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
+            **{self._cache_name: cache},
         )
         logits: Tensor = output.logits[:, -1]
         return logits
