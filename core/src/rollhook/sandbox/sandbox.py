@@ -342,16 +342,16 @@ class Sandbox:
         Raises FileNotFoundError or NotADirectoryError for `local`.
         """
         self._check_open()
-        remote = self._absolute(remote)
+        self._absolute(remote)
         plan, report = await asyncio.to_thread(transfer.plan_upload, Path(local))
         if plan.simple:
             for name, source, mode in plan.files:
                 data = await asyncio.to_thread(source.read_bytes)
-                await self._raw.write(posixpath.join(remote, name), data, mode=mode)
+                await self._raw.write(self._absolute(posixpath.join(remote, name)), data, mode=mode)
             return report
         with tempfile.TemporaryFile() as archive:
             await asyncio.to_thread(transfer.pack, plan, cast(BinaryIO, archive))
-            await self._run_with_archive(transfer.unpack_argv(remote), cast(BinaryIO, archive))
+            await self._unpack_into(remote, cast(BinaryIO, archive))
         return report
 
     async def download_dir(
@@ -364,7 +364,7 @@ class Sandbox:
         NotADirectoryError for `remote`, SandboxError(kind="user") past `limit` bytes.
         """
         self._check_open()
-        remote = self._absolute(remote)
+        self._absolute(remote)
         with tempfile.TemporaryFile() as archive:
             stream = cast(BinaryIO, archive)
             warnings = await self._archive_of(remote, stream, limit)
@@ -387,8 +387,9 @@ class Sandbox:
             existed = [answer == "1" for answer in answers]
         return [path for path, there in zip(paths, existed, strict=True) if there]
 
-    async def _run_with_archive(self, argv: Sequence[str], archive: BinaryIO) -> None:
-        process, mark = await self._start(argv, "/", None, None, True)
+    async def _unpack_into(self, remote: str, archive: BinaryIO) -> None:
+        cwd = "/" if posixpath.isabs(remote) else None
+        process, mark = await self._start(transfer.unpack_argv(remote), cwd, None, None, True)
         err = Capture(4096)
         out = Capture(0)
         pumps = [
@@ -421,7 +422,8 @@ class Sandbox:
 
     async def _archive_of(self, remote: str, archive: BinaryIO, limit: int) -> str:
         """Write a tar of `remote` to `archive`; return what tar said on stderr."""
-        process, mark = await self._start(transfer.pack_argv(remote), "/", None, None, False)
+        cwd = "/" if posixpath.isabs(remote) else None
+        process, mark = await self._start(transfer.pack_argv(remote), cwd, None, None, False)
         err = Capture(1 << 18)
         pump = asyncio.create_task(_pump(process.stderr(), err))
         code: int | None = None

@@ -102,8 +102,9 @@ class FileCases(SandboxCases):
 
     async def test_a_directory_is_not_read(self, make_backend: MakeBackend) -> None:
         async with one(make_backend) as sandbox:
-            with pytest.raises(IsADirectoryError):
-                await sandbox.read("/etc")
+            await sandbox.write("directory/file", b"")
+            with pytest.raises(IsADirectoryError, match="directory"):
+                await sandbox.read("directory")
 
     async def test_a_file_beyond_the_limit_is_refused(self, make_backend: MakeBackend) -> None:
         async with one(make_backend) as sandbox:

@@ -333,6 +333,8 @@ class LocalSandboxes(SandboxBackend):
         record = state.read(state.directory(), sandbox_id)
         if record is None:
             return
+        if sandbox is not None:
+            sandbox.gone = True
         keeper = self.keeper
         ours = keeper is not None and not keeper.closed and record.keeper == keeper.pid
         if record.directory:
@@ -344,12 +346,10 @@ class LocalSandboxes(SandboxBackend):
         ):
             raise SandboxError(f"sandbox {sandbox_id}: its process 1 ({record.pid}) does not end")
         elif not record.pid and not record.directory:
-            await self._wait_for_maker(record)
-        if sandbox is not None:
-            sandbox.gone = True
+            self._leave_to_its_maker(record)
         await self._clear(record)
 
-    async def _wait_for_maker(self, record: state.Record) -> None:
+    def _leave_to_its_maker(self, record: state.Record) -> None:
         """A sandbox that another process is still making: it is its own to undo while that one lives."""
         if record.keeper_start and state.start_time(record.keeper) == record.keeper_start:
             raise SandboxError(f"sandbox {record.id} is just being made by another process", kind="retryable")

@@ -109,7 +109,7 @@ class Box:
     def ending(self) -> bool:
         """Return whether process 1 is gone or going."""
         if not self.pid:
-            return not self.ready
+            return not self.ready or os.fstat(self.root).st_nlink == 0
         try:
             fields = _stat(f"/proc/{self.pid}/stat")
         except OSError:

@@ -171,7 +171,7 @@ class Keeper:
     def _do_start(self, request: dict[str, Any], fds: list[int], blob: bytes) -> dict[str, Any] | None:
         box = self._boxes.get(request["s"])
         try:
-            if box is None or not box.ready:
+            if box is None or not box.ready or (not box.pid and box.ending()):
                 raise _DeadError
             self._enter(box)
             pid = os.fork()
