@@ -233,6 +233,21 @@ async def test_the_test_runs_in_the_work_directory_with_the_environment_of_its_t
     assert (await judge(task, local_box)).reward == 1.0
 
 
+async def test_a_copied_directory_keeps_links_and_empty_directories(
+    tmp_path: Path, local_box: OpenBox
+) -> None:
+    files = {
+        "environment/Dockerfile": "FROM x\nCOPY files/ /work/sub/\n",
+        "environment/files/given.txt": "x",
+        "tests/test.sh": "#!/bin/sh\n[ -L sub/link ] && [ -d sub/empty ] && [ -f sub/given.txt ] "
+        "&& echo 1 > /logs/verifier/reward.txt\n",
+    }
+    task = write_task(tmp_path, **files)
+    (task / "environment/files/link").symlink_to("given.txt")
+    (task / "environment/files/empty").mkdir()
+    assert (await judge(task, local_box)).reward == 1.0
+
+
 async def test_the_verifier_may_run_as_another_user(tmp_path: Path, local_box: OpenBox) -> None:
     files = {
         "task.toml": TOML + '[verifier]\nuser = "nobody"\n',

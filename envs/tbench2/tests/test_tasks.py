@@ -11,6 +11,7 @@ import pytest
 
 from rollhook.environment import EpisodeContext
 from rollhook.errors import TaskError, UsageError
+from rollhook.recipe.validate import validate
 from rollhook.testing.environment import build_context
 from rollhook_tbench2.config import TBench2Config
 from rollhook_tbench2.environment import SYSTEM_PROMPT, TBench2
@@ -55,6 +56,10 @@ def tbench2(root: Path, **keys: object) -> TBench2:
             "task.toml:2: environment.gpus: GPUs (gpus = 2): not supported",
         ),
         (
+            {"environment/Dockerfile": "FROM x\nCOPY files/ /work/\n"},
+            "environment/Dockerfile: COPY: files is not in environment/",
+        ),
+        (
             {"task.toml": "oops", "tests/test.sh": None},
             "tests/test.sh: missing\n"
             "task.toml:1: not TOML: Expected '=' after a key in a key/value pair (at end of document)",
@@ -97,6 +102,10 @@ def test_a_directory_without_tasks_is_a_usage_error(tmp_path: Path) -> None:
 
 
 def test_exactly_one_source_of_tasks_is_given() -> None:
+    _, problems = validate(TBench2Config, {}, "environment.0")
+    assert [str(problem) for problem in problems] == [
+        "environment.0: give exactly one of tasks_dir (a directory of tasks) and pack (e.g. pocket)"
+    ]
     with pytest.raises(ValueError, match="exactly one of tasks_dir"):
         TBench2Config()
     with pytest.raises(ValueError, match="exactly one of tasks_dir"):
@@ -201,7 +210,7 @@ ISOLATED = frozenset({"isolation", "network_off"})
             ISOLATED,
             NO_IMAGE,
         ),
-        ({"environment/Dockerfile": "FROM x\nCOPY files/ /work/\n"}, ISOLATED, None),
+        ({"environment/Dockerfile": "FROM x\nCOPY a /work/\n", "environment/a": ""}, ISOLATED, None),
         (
             {"environment/Dockerfile": "FROM x\nRUN make\n"},
             ISOLATED,

@@ -18,8 +18,8 @@ FILE = "environment/Dockerfile"
 class Dockerfile:
     """What was understood. `workdir` and `env` hold for image sandboxes too.
 
-    `copies` are (source below environment/, absolute destination); `refused` says why the file cannot
-    be followed without images, and is None if it can.
+    `copies` are (source below environment/, absolute destination), as COPY reads them; `refused` says why
+    the file cannot be followed without images, and is None if it can.
     """
 
     workdir: str | None = None
@@ -55,19 +55,9 @@ def parse_dockerfile(text: str) -> Dockerfile:
     return Dockerfile(workdir, env, tuple(copies), refused)
 
 
-def copied_files(environment: Path, dockerfile: Dockerfile) -> Iterator[tuple[Path, str]]:
-    """Yield (file on disk, destination) of every regular file that the COPY lines name, in order."""
-    for source, destination in dockerfile.copies:
-        origin = environment / source
-        if origin.is_dir():
-            for path in sorted(origin.rglob("*")):
-                if path.is_file() and not path.is_symlink():
-                    yield path, str(PurePosixPath(destination, path.relative_to(origin).as_posix()))
-        else:
-            yield (
-                origin,
-                str(PurePosixPath(destination, origin.name) if destination.endswith("/") else destination),
-            )
+def target_of(source: Path, destination: str) -> str:
+    """Return where COPY puts a file: below a destination that ends with a slash, else there."""
+    return str(PurePosixPath(destination, source.name)) if destination.endswith("/") else destination
 
 
 def _instructions(text: str) -> Iterator[tuple[int, list[str]]]:

@@ -12,7 +12,7 @@ from rollhook.environment import Box, Episode, EpisodeContext, Observation, Phas
 from rollhook.errors import AgentError, SandboxDead, SandboxError, Unsupported, VerifierError
 from rollhook.messages import message
 from rollhook.sandbox import ExecResult, SandboxSpec
-from rollhook_tbench2.dockerfile import copied_files
+from rollhook_tbench2.dockerfile import target_of
 from rollhook_tbench2.task_toml import VerifierTable
 from rollhook_tbench2.tasks import TaskDir
 from rollhook_tbench2.verdict import MAX_REWARD_BYTES, verdict
@@ -50,23 +50,23 @@ class TBench2Episode(Episode):
 
     async def __aenter__(self) -> Self:
         await self.ctx.box("main").remove(PLACES)
-        if self._staged and self.task.dockerfile is not None and self.task.dockerfile.copies:
-            files = await asyncio.to_thread(self._copied)
-            for path, data, mode in files:
-                await self.ctx.box("main").write(path, data, mode=mode)
+        if self._staged and self.task.dockerfile is not None:
+            for source, destination in self.task.dockerfile.copies:
+                await self._copy(Path(self.task.path, "environment", source), destination)
         return self
 
     async def phases(self) -> AsyncIterator[Phase]:
         """Yield the one phase."""
         yield TBench2Phase(self)
 
-    def _copied(self) -> list[tuple[str, bytes, int]]:
-        assert self.task.dockerfile is not None
-        environment = Path(self.task.path, "environment")
-        return [
-            (destination, *_content(path))
-            for path, destination in copied_files(environment, self.task.dockerfile)
-        ]
+    async def _copy(self, source: Path, destination: str) -> None:
+        """Do what COPY does: the contents of a directory, or one file."""
+        box = self.ctx.box("main")
+        if await asyncio.to_thread(source.is_dir):
+            await box.upload_dir(source, destination.rstrip("/") or "/")
+        else:
+            data, mode = await asyncio.to_thread(_content, source)
+            await box.write(target_of(source, destination), data, mode=mode)
 
 
 class TBench2Phase(Phase):

@@ -81,11 +81,13 @@ def read_task(directory: Path, split: str = "all") -> Task:
     if "task.toml" in small:
         problems += found
     instruction = small.get("instruction.md", b"").decode("utf-8", "replace").strip()
+    source = small.get(DOCKERFILE)
+    dockerfile = _parsed(source) if source is not None else None
+    if config is not None and dockerfile is not None and config.environment.docker_image is None:
+        problems += _copy_problems(directory, dockerfile)
     if config is None or problems:
         reasons = "\n".join(str(problem) for problem in problems)
         return Task(directory.name, digest, split, problem=reasons, payload=None)
-    source = small.get(DOCKERFILE)
-    dockerfile = _parsed(source) if source is not None else None
     limits = {"verify": config.verifier.timeout_sec + STAGING_SECONDS}
     if config.agent.timeout_sec is not None:
         limits["agent"] = config.agent.timeout_sec
@@ -123,6 +125,14 @@ def _layout_problems(small: Mapping[str, bytes]) -> list[TaskProblem]:
         if f"environment/{name}" in small:
             problems.append(TaskProblem(f"environment/{name}", "", 0, "Docker Compose: not supported"))
     return problems
+
+
+def _copy_problems(directory: Path, dockerfile: Dockerfile) -> list[TaskProblem]:
+    return [
+        TaskProblem(DOCKERFILE, "COPY", 0, f"{source} is not in environment/")
+        for source, _ in dockerfile.copies
+        if not os.path.exists(directory / "environment" / source)
+    ]
 
 
 def _hash(root: str) -> tuple[str, dict[str, bytes]]:
