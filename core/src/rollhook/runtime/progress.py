@@ -53,7 +53,7 @@ class Display:
 
     def say(self, text: str) -> None:
         """Print a line that stays."""
-        self.console.print(text, markup=False)
+        self.console.print(text, markup=False, soft_wrap=True)
 
     def begin(self, what: str, total: int) -> None:
         """Start a bar for a stretch of work."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollhook.agent import Agent
+from rollhook.durable import to_json, write_atomic
 from rollhook.engine import Engine, SamplingParams
 from rollhook.engine.client import EngineClient
 from rollhook.environment import Environment, Task
@@ -26,6 +27,7 @@ from rollhook.runtime.seeds import derive
 from rollhook.sandbox import SandboxBackend
 from rollhook.sandbox.pool import SandboxPool
 from rollhook.session import PolicyClient, Renderer
+from rollhook.session.gateway import Gateway, SessionDefaults
 
 if TYPE_CHECKING:
     from rollhook.engine.base import Placement
@@ -105,6 +107,7 @@ class Rollouts:
         )
         self._stack.push_async_callback(self._policy.close)
         self._policy.set_workers(self._workers, version)
+        await self._serve(self._policy)
         for runner in self._runners.values():
             runner.policy = self._policy
         self._collector = self._make_collector()
@@ -124,8 +127,8 @@ class Rollouts:
 
     async def evaluate(self, step: int, begun: Callable[[str, int], None]) -> list[Evaluation]:
         """Evaluate on the held-out split at training temperature and, if asked, greedily."""
-        settings, sampling = self._recipe.evaluation, self._recipe.rollout.sampling
-        plans = [SamplingParams(sampling.temperature, sampling.top_p, sampling.top_k)]
+        settings = self._recipe.evaluation
+        plans = [self._sampling()]
         if settings.greedy:
             plans.append(SamplingParams(temperature=0.0))
         found = []
@@ -202,6 +205,25 @@ class Rollouts:
         )
         self._stack.push_async_callback(self._pool.aclose)
         return backend
+
+    async def _serve(self, policy: PolicyClient) -> None:
+        """Give the sessions their HTTP face; its address is in the attempt's `gateway.json`."""
+        settings, budgets = self._recipe.gateway, self._recipe.budgets
+        gateway = Gateway(
+            policy,
+            bind=settings.bind,
+            token=settings.token.resolve().get_secret_value() if settings.token else None,
+            defaults=SessionDefaults(
+                budgets.max_seq_len, budgets.reply_tokens, budgets.turns, self._sampling()
+            ),
+        )
+        self._stack.push_async_callback(gateway.stop)
+        await gateway.start()
+        write_atomic(self._attempt.path / "gateway.json", to_json({"url": gateway.url}) + b"\n")
+
+    def _sampling(self) -> SamplingParams:
+        sampling = self._recipe.rollout.sampling
+        return SamplingParams(sampling.temperature, sampling.top_p, sampling.top_k)
 
     async def _read_tasks(self, name: str, environment: Environment, train: str, heldout: str) -> None:
         splits = {train} | ({heldout} if self._recipe.evaluation.every else set())
