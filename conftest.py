@@ -80,7 +80,7 @@ def refuse_skip(report: pytest.TestReport | pytest.CollectReport) -> None:
     where, reason = "", str(report.longrepr)
     if isinstance(report.longrepr, tuple):
         where, reason = str(report.longrepr[0]), report.longrepr[2].removeprefix("Skipped: ")
-    part = re.match(r"needs ([\w.-]+)", reason)
+    part = re.match(r"needs ([\w.-]+)(?: \(|:)", reason)
     if part and part[1] in os.environ.get("ROLLHOOK_CI_WITHOUT", "").split():
         return
     contract_does_not_apply = "rollhook/testing/" in where and not part

@@ -48,8 +48,8 @@ class BuildContext:
     seed: int = 0
     run_id: str = ""
     attempt: int = 0
-    secret: Callable[[str], str] = field(default=lambda reference: _no_secrets(reference))
-    build: Callable[[str, Any], Any] = field(default=lambda kind, spec: _no_build(kind, spec))
+    secret: Callable[[str], str] = field(default=lambda reference: _no_secrets(reference))  # noqa: PLW0108
+    build: Callable[[str, Any], Any] = field(default=lambda kind, spec: _no_build(kind, spec))  # noqa: PLW0108
 
 
 def _no_secrets(reference: str) -> str:

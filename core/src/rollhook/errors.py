@@ -49,7 +49,7 @@ class SandboxError(RollhookError):
     boundary = "sandbox"
 
 
-class SandboxDead(SandboxError):
+class SandboxDead(SandboxError):  # noqa: N818 - a state, not a fault of the program
     """The sandbox is gone (as opposed to: a command in it failed)."""
 
 
@@ -77,7 +77,7 @@ class VerifierError(RollhookError):
     boundary = "verifier"
 
 
-class BudgetExceeded(RollhookError):
+class BudgetExceeded(RollhookError):  # noqa: N818 - a state, not a fault of the program
     """A node of the budget tree ran out; `node` names it (`agent`, `turn`, `create`, ...)."""
 
     boundary = "budget"
@@ -106,7 +106,7 @@ class RunError(RollhookError):
     kind: Kind = "user"
 
 
-class Unsupported(UsageError):
+class Unsupported(UsageError):  # noqa: N818 - a state, not a fault of the program
     """A feature that was asked for by name and that the chosen part does not have."""
 
     boundary = "unsupported"

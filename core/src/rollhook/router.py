@@ -38,7 +38,7 @@ class RouteRequest:
     expected_tokens: int = 0
 
 
-class RouterPolicy(ABC):
+class RouterPolicy(ABC):  # noqa: B024 - every method has a default, none suits all
     """One link of a chain such as `sticky+min_load`.
 
     `workers` in `pick` are the workers on offer now (healthy, not draining, at the current weight
