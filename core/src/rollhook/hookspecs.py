@@ -73,7 +73,7 @@ def rollhook_trackers() -> list[Component]:  # type: ignore[empty-body]
 
 @hookspec
 def rollhook_packs() -> list[Component]:  # type: ignore[empty-body]
-    """Generated data sets, named by `data prepare NAME` and `pack:NAME/...`: classes of `rollhook.pack.Pack`."""
+    """Generated data sets (`data prepare NAME`, `pack:NAME/...`): classes of `rollhook.pack.Pack`."""
 
 
 @hookspec
