@@ -85,8 +85,8 @@ def oracle(  # noqa: PLR0913, PLR0917 - the options of a command
     split: Split = None,
     only: Annotated[list[str] | None, typer.Option("--task", help="ids or patterns; repeatable")] = None,
     sandbox: Annotated[
-        str, typer.Option(help="sandbox backend; none: the environment has no boxes")
-    ] = "local",
+        str | None, typer.Option(help="sandbox backend, or none; default: local where it is installed")
+    ] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="tasks at once")] = 8,
     out: Annotated[Path | None, typer.Option(help="JSONL file; default: oracle.jsonl of the run")] = None,
     resume: Annotated[str | None, typer.Option(metavar="RUN", help="go on with this run")] = None,
@@ -101,11 +101,19 @@ def oracle(  # noqa: PLR0913, PLR0917 - the options of a command
     Prints [1|0|ERR] for both per task. Rows go to a JSONL file; with the same file, or --resume, tasks
     that have a row for their very content are not run again. Exit code 0 when every task is as it must be.
     """
-    from rollhook.runtime.oracle import RESULTS, Results, new_or_resumed, proof_recipe, task_source
+    from rollhook.runtime.oracle import (
+        RESULTS,
+        Results,
+        default_sandbox,
+        new_or_resumed,
+        proof_recipe,
+        task_source,
+    )
     from rollhook.runtime.progress import Display
 
     display = Display()
     source = task_source(pack, environment, parse_keys(keys))
+    sandbox = sandbox or default_sandbox()
     recipe = proof_recipe(source, None if sandbox == "none" else {"use": sandbox})
     attempt = new_or_resumed(root, f"oracle-{Path(pack).name}", run_id, resume)
     results = Results(out or attempt.run.path / RESULTS)

@@ -73,6 +73,11 @@ def task_source(reference: str, environment: str, keys: Mapping[str, Any]) -> di
     )
 
 
+def default_sandbox() -> str:
+    """Return `local` where that backend is installed, else `none`."""
+    return "local" if any((e.kind, e.name) == ("sandbox", "local") for e in installed()) else "none"
+
+
 def proof_recipe(source: Mapping[str, Any], sandbox: Mapping[str, Any] | None, seed: int = 0) -> Recipe:
     """Return the recipe that a proof runs."""
     keys = {"create_concurrency": 16, **sandbox} if sandbox else None
