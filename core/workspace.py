@@ -263,12 +263,15 @@ class Workspace:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                self.progress.say("another call is installing into .venv; waiting for it to end")
+                file.seek(0)
+                holder = file.read().strip() or "another call"
+                self.progress.say(f"{holder} is installing into .venv; waiting for it to end")
                 fcntl.flock(file, fcntl.LOCK_EX)
             os.set_inheritable(file.fileno(), True)  # a pip that outlives a killed call keeps the lock
             file.seek(0)
             interrupted = file.read() != ""
-            file.write("an installation is under way, or was interrupted\n")
+            file.truncate(0)
+            file.write(f"process {os.getpid()}\n")
             file.flush()
             try:
                 yield interrupted

@@ -477,9 +477,8 @@ def test_two_calls_at_once_install_once(checkout: Path, real: Callable[..., subp
     fifo = (checkout / "fifo").open("wb")
     second = real("test")
     assert second.stderr is not None
-    assert (
-        second.stderr.readline() == "rollhook: another call is installing into .venv; waiting for it to end\n"
-    )
+    said = second.stderr.readline()
+    assert said == f"rollhook: process {first.pid} is installing into .venv; waiting for it to end\n"
     fifo.close()
     for process in (first, second):
         out, err = process.communicate(timeout=30)
