@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from rollhook import installed as metadata
+from rollhook import plugins
+from rollhook.cli import doctor
+from rollhook.cli import plugins as cli_plugins
 from rollhook.testing.distributions import write_distribution
 
 TOY = "rollhook-toy"
@@ -72,12 +75,12 @@ def toys(site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return recipes
 
 
-def only_toys(monkeypatch: pytest.MonkeyPatch, others: Sequence[str] = ()) -> None:
+def only_toys(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hide every distribution but the toys, so that messages do not depend on what is installed."""
     everything = metadata.installed
 
     def installed() -> list[metadata.EntryInfo]:
-        return [entry for entry in everything() if entry.distribution in {TOY, *others}]
+        return [entry for entry in everything() if entry.distribution.startswith(TOY)]
 
-    for module in ("rollhook.plugins", "rollhook.installed"):
-        monkeypatch.setattr(f"{module}.installed", installed)
+    for module in (metadata, plugins, cli_plugins, doctor):
+        monkeypatch.setattr(module, "installed", installed)

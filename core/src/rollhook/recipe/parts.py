@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
+from rollhook.component import BuildContext
+from rollhook.errors import RollhookError
 from rollhook.installed import nearest
 from rollhook.plugins import LoadError, Plugins, load
 from rollhook.recipe.load import Loaded
@@ -16,6 +22,7 @@ from rollhook.recipe.problem import Problem
 from rollhook.recipe.refs import references
 from rollhook.recipe.tree import COMPONENT_KEYS
 from rollhook.recipe.validate import validate
+from rollhook.secrets import resolve_secret
 
 
 @dataclass(frozen=True)
@@ -41,6 +48,31 @@ class Parts:
     def of(self, kind: str) -> list[Part]:
         """Return the parts of a kind that could be loaded, in the recipe's order."""
         return [part for part in self.parts if part.kind == kind]
+
+    def build(self, part: Part) -> Any:
+        """Return the component, None if its keys are wrong, or a problem if it cannot be built here.
+
+        Constructors do no I/O, so that a component can be asked what it can do.
+        """
+        if part.config is None or part.cls is None:
+            return None
+        context = BuildContext(
+            logger=logging.getLogger(f"rollhook.{part.key}"),
+            scratch=Path(tempfile.gettempdir()),
+            cache=cache_directory(),
+            secret=resolve_secret,
+        )
+        try:
+            return self.plugins.build(part.kind, part.name, part.keys, context, part.key)
+        except (RollhookError, ImportError, OSError) as error:
+            reason = " ".join(str(error).split())
+            return Problem(f"{part.key}.use", f"{part.name} cannot be built here: {reason}", scope="site")
+
+
+def cache_directory() -> Path:
+    """Return the user's cache directory (XDG)."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "rollhook"
 
 
 def find_parts(loaded: Loaded) -> Parts:

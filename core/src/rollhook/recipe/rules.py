@@ -130,10 +130,6 @@ def no_effect(c: Composition) -> Iterator[Problem]:
         yield from _idle(c, keys, c.layer("evaluation.every"), "evaluation.every is 0")
     if len(r.environment) == 1:
         yield from _idle(c, ["environment.weight"], -1, "there is one environment")
-    if r.evaluation.episodes is not None:
-        yield from _idle(
-            c, ["evaluation.samples"], c.layer("evaluation.episodes"), "evaluation.episodes is given"
-        )
     agent = c.part("agent")
     if agent and agent.cls and not agent.cls.needs_policy and not c.trains:
         yield from _idle(c, ["engine", "router"], c.layer("agent"), f"agent {agent.name} asks no policy")
@@ -310,10 +306,14 @@ def lists(c: Composition) -> Iterator[Problem]:
 def sandbox_isolation(c: Composition) -> Iterator[Problem]:
     """Trained episodes are isolated from the host."""
     part = c.part("sandbox")
-    if part and part.cls and part.cls.unsafe and c.trains_on_episodes:
-        yield Problem(
-            "sandbox.use", f"{part.name} does not isolate episodes from this machine, so it may not train"
-        )
+    if part is None or part.config is None or not c.trains_on_episodes:
+        return
+    backend = c.parts.build(part)
+    if backend is None or isinstance(backend, Problem):
+        return
+    if backend.unsafe or "isolation" not in backend.capabilities:
+        reason = f"{part.name} as it is set does not isolate episodes from this machine, so it may not train"
+        yield Problem("sandbox.use", reason)
 
 
 def _idle(c: Composition, keys: list[str], chosen: int, reason: str) -> Iterator[Problem]:

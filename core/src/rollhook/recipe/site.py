@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import logging
+import dataclasses
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rollhook import budgets
-from rollhook.component import BuildContext
 from rollhook.environment import Environment, Task
 from rollhook.errors import RollhookError
-from rollhook.packs import PREFIX
+from rollhook.packs import PREFIX, resolve
 from rollhook.recipe.parts import Part
 from rollhook.recipe.problem import Problem
 from rollhook.recipe.rules import Composition
-from rollhook.secrets import Secret, resolve_secret
+from rollhook.secrets import Secret
 
 #: below this a run's checkpoints and episodes are likely to fill the disk
 _LEAST_FREE = 2 * 1024**3
@@ -94,19 +92,16 @@ def _secrets(c: Composition) -> Iterator[Problem]:
 
 def _tasks(c: Composition) -> Iterator[Problem]:
     """Build sandbox and environments (no I/O), let these say what they miss, and read the tasks' limits."""
-    with tempfile.TemporaryDirectory(prefix="rollhook-check-") as scratch:
-        capabilities = _capabilities(c, Path(scratch))
-        for part, use in zip(c.parts.of("environment"), c.recipe.environment, strict=False):
-            splits = {f"{part.key}.split": use.split}
-            if c.recipe.evaluation.every:
-                splits["evaluation.split"] = c.recipe.evaluation.split
-            yield from _environment(c, part, splits, capabilities, Path(scratch))
-
-
-def _capabilities(c: Composition, scratch: Path) -> frozenset[str] | None:
-    part = c.part("sandbox")
-    built = _build(c, part, scratch) if part else None
-    return built.capabilities if built is not None and not isinstance(built, Problem) else None
+    sandbox = c.part("sandbox")
+    built = c.parts.build(sandbox) if sandbox else None
+    if isinstance(built, Problem):
+        yield built
+    capabilities = getattr(built, "capabilities", None)
+    for part, use in zip(c.parts.of("environment"), c.recipe.environment, strict=False):
+        splits = {f"{part.key}.split": use.split}
+        if c.recipe.evaluation.every:
+            splits["evaluation.split"] = c.recipe.evaluation.split
+        yield from _environment(c, part, splits, capabilities)
 
 
 def _environment(
@@ -114,9 +109,8 @@ def _environment(
     part: Part,
     splits: Mapping[str, str],
     capabilities: frozenset[str] | None,
-    scratch: Path,
 ) -> Iterator[Problem]:
-    environment: Environment | Problem | None = _build(c, part, scratch)
+    environment: Environment | Problem | None = _build(c, part)
     if environment is None or isinstance(environment, Problem):
         yield from [environment] if environment else []
         return
@@ -164,22 +158,18 @@ def _lifetime(c: Composition, task: Task) -> float:
     return parts + c.recipe.budgets.slack
 
 
-def _build(c: Composition, part: Part, scratch: Path) -> Any:
-    """Return the component, None if its keys are wrong, or a problem if it cannot be built here."""
-    if part.config is None or part.cls is None:
-        return None
-    context = BuildContext(
-        logger=logging.getLogger(f"rollhook.{part.key}"),
-        scratch=scratch,
-        cache=_cache(),
-        secret=resolve_secret,
-    )
+def _build(c: Composition, part: Part) -> Any:
+    """Return the component with `pack:` references turned into paths, None, or a problem, as `build` does."""
     try:
-        return c.parts.plugins.build(part.kind, part.name, part.keys, context, part.key)
-    except (RollhookError, ImportError, OSError) as error:
-        return _site(f"{part.key}.use", f"{part.name} cannot be built here: {' '.join(str(error).split())}")
+        keys = _paths(c, dict(part.keys))
+    except (RollhookError, OSError) as error:
+        return _site(part.key, str(error))
+    return c.parts.build(dataclasses.replace(part, keys=keys))
 
 
-def _cache() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "rollhook"
+def _paths(c: Composition, value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _paths(c, each) for key, each in value.items()}
+    if isinstance(value, str) and value.startswith(PREFIX):
+        return str(resolve(value, c.parts.plugins))
+    return value
