@@ -12,7 +12,7 @@ from rollhook.testing.sandbox import SandboxContract
 from rollhook.testing.sandbox_case import MakeBackend
 from rollhook_local import LocalSandboxConfig
 from rollhook_local.backend import LocalSandboxes
-from rollhook_local.keeper.tree import which
+from rollhook_local.programs import which
 
 
 def maker(mode: str, scratch: Path) -> MakeBackend:

@@ -378,7 +378,9 @@ class Sandbox:
         absolute = [self._absolute(path) for path in paths]
         existed = await self._raw.remove(absolute)
         if existed is None:
-            result = await self.exec(scripts.remove_argv(absolute), timeout=120.0)
+            rooted = any(posixpath.isabs(path) for path in paths)
+            argv = scripts.remove_argv(absolute if rooted else paths)
+            result = await self.exec(argv, cwd="/" if rooted else None, timeout=120.0)
             answers = result.text.split()
             if not result.ok or len(answers) != len(paths):
                 raise SandboxError(

@@ -8,11 +8,16 @@ import resource
 import signal
 import socket
 import struct
-from collections.abc import Sequence
-from typing import Any, NoReturn
 
-from rollhook_local.keeper import linux, tree
+from rollhook_local.keeper import linux
 from rollhook_local.keeper.linux import open_in_root
+
+TYPE_CHECKING = False  # importing typing would make every fork dearer
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any, NoReturn
+
+    from rollhook_local.keeper import tree
 
 _TOOLS_ENV = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
 _EXITING = 0x4  # PF_EXITING

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import shutil
 import stat
 
 from rollhook_local.keeper.linux import open_in_root
@@ -79,7 +78,7 @@ def remove(root: int, path: str) -> bool:
     try:
         mode = os.lstat(name, dir_fd=parent).st_mode
         if stat.S_ISDIR(mode):
-            shutil.rmtree(name, dir_fd=parent)
+            _remove_tree(name, parent)
         else:
             os.unlink(name, dir_fd=parent)
     except FileNotFoundError:
@@ -87,3 +86,27 @@ def remove(root: int, path: str) -> bool:
     finally:
         os.close(parent)
     return True
+
+
+def _remove_tree(name: str, parent: int) -> None:
+    """Remove a directory, following no link; depth is bounded by descriptors, not by the stack."""
+    opened = [
+        (name, os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent))
+    ]
+    try:
+        while opened:
+            name, directory = opened[-1]
+            for entry in os.listdir(directory):
+                try:
+                    os.unlink(entry, dir_fd=directory)
+                except IsADirectoryError:
+                    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+                    opened.append((entry, os.open(entry, flags, dir_fd=directory)))
+                    break
+            else:
+                os.close(directory)
+                opened.pop()
+                os.rmdir(name, dir_fd=opened[-1][1] if opened else parent)
+    finally:
+        for _, directory in opened:
+            os.close(directory)

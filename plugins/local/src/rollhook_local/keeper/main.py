@@ -16,11 +16,14 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
 
 from rollhook_local.keeper import files, linux, tree
 from rollhook_local.keeper.box import Box, run_command
+
+TYPE_CHECKING = False  # importing typing would make every fork dearer
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from typing import Any
 
 _MESSAGE = 1 << 17
 _MOST_FDS = 16
@@ -98,6 +101,9 @@ class Keeper:
             answer = {"errno": error.errno or errno.EIO, "error": os.strerror(error.errno or errno.EIO)}
         except _DeadError:
             answer = {"dead": True}
+        except Exception as error:  # noqa: BLE001 - one bad request must not end every sandbox
+            sys.excepthook(type(error), error, error.__traceback__)
+            answer = {"errno": errno.EIO, "error": f"{type(error).__name__}: {error}"}
         finally:
             for fd in fds:
                 os.close(fd)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import stat
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 from rollhook_local.keeper import linux
+
+TYPE_CHECKING = False  # importing typing would make every fork dearer
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 #: a range of user ids that no distribution hands out (systemd leaves it unused)
 SHIFTED_BASE = 0x70000000
@@ -57,13 +58,13 @@ _WRITTEN = {
 }
 
 
-@dataclass(frozen=True)
 class Home:
     """What the keeper needs of its place: the inner user namespace, its own process namespace, many ids?"""
 
-    inner: int
-    processes: int
-    many_ids: bool
+    def __init__(self, inner: int, processes: int, many_ids: bool) -> None:
+        self.inner = inner
+        self.processes = processes
+        self.many_ids = many_ids
 
 
 def enter(read_only: Sequence[str], hidden: Sequence[str], tools: dict[str, str]) -> Home:
@@ -257,8 +258,3 @@ def _put(path: str, data: bytes, mode: int) -> None:
     with open(path, "wb") as stream:
         stream.write(data)
         os.fchmod(stream.fileno(), mode)
-
-
-def which(name: str) -> str | None:
-    """Return where a program is on this machine, system directories included."""
-    return shutil.which(name, path=os.environ.get("PATH", "") + ":/usr/local/sbin:/usr/sbin:/sbin")
