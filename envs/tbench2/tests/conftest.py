@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from rollhook.testing.environment import OpenBox
+from rollhook.testing.parts import needs_part
 
 
 @pytest.fixture
 def local_box(tmp_path: Path) -> OpenBox:
     """Make sandboxes with the backend `local`."""
-    pytest.importorskip("rollhook_local", reason="needs rollhook-local: pip install rollhook-local")
+    needs_part("rollhook_local")
     from rollhook.testing.boxes import open_box_with
 
     return open_box_with("local", tmp_path / "sandboxes")

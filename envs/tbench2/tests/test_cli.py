@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from rollhook.testing.environment import OpenBox, build_context
+from rollhook.testing.parts import needs_part
 from rollhook_tbench2.config import PocketConfig
 from rollhook_tbench2.pocket.pack import PocketPack
 
@@ -55,7 +56,7 @@ def test_show_prints_a_task_and_suggests_the_nearest(tasks_dir: Path) -> None:
 
 
 def test_oracle_proves_tasks_and_resumes(tasks_dir: Path, tmp_path: Path, local_box: OpenBox) -> None:
-    pytest.importorskip("rollhook_agents", reason="needs rollhook-agents: pip install rollhook-agents")
+    needs_part("rollhook_agents")
     options = ["--root", tmp_path / "runs", "--task", "*-heldout-*", "--task", "sort-*"]
     first = tasks("oracle", tasks_dir, *options, "--run-id", "proof", "--json")
     rows = {row["task_id"]: row for row in map(orjson.loads, first.stdout.splitlines())}
