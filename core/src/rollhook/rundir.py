@@ -113,9 +113,7 @@ class RunDir:
         chosen = check_run_id(run_id) if run_id is not None else new_run_id(name)
         known = _indexed(chosen)
         if known is not None and known != base / chosen and (known / "attempts").is_dir():
-            raise RunError(
-                f"run {chosen} exists at {known}; choose another id, or `rollhook run --resume {chosen}`"
-            )
+            raise RunError(f"run {chosen} exists at {known}; choose another id")
         run = cls(base / chosen)
         try:
             base.mkdir(parents=True, exist_ok=True)
@@ -124,9 +122,7 @@ class RunDir:
                 directory.mkdir()
             fsync_directory(base)
         except FileExistsError:
-            raise RunError(
-                f"run {chosen} exists at {run.path}; choose another id, or `rollhook run --resume {chosen}`"
-            ) from None
+            raise RunError(f"run {chosen} exists at {run.path}; choose another id") from None
         except OSError as error:
             raise cannot_write(run.path, error) from error
         _enter_in_index(run, name)

@@ -24,7 +24,7 @@ class Display:
     """
 
     def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console(stderr=True, highlight=False)
+        self.console = console or _console()
         self._bar = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(),
@@ -127,6 +127,12 @@ def summary(evaluations: Sequence[Evaluation]) -> Table | None:
     for family, cells in rows.items():
         table.add_row(family, *cells, end_section=family == list(rows)[-2] if len(rows) > 1 else False)
     return table
+
+
+def _console() -> Console:
+    """Return the console on stderr; what is no terminal gets lines long enough for the tables."""
+    console = Console(stderr=True, highlight=False)
+    return console if console.is_terminal else Console(stderr=True, highlight=False, width=120)
 
 
 def _clock(seconds: float) -> str:
