@@ -48,8 +48,9 @@ PREFIX = "rh-ray-"
 class Cluster:
     """An own Ray instance on this machine, and what is placed on it.
 
-    One per process at a time. Everything it starts dies with this process: Ray's daemons are tied to the
-    thread that started them (kept for the cluster's life), actors to the daemons, child processes to actors.
+    One per process at a time. Everything it starts dies with this process, also by kill -9: Ray's daemons are
+    tied to the thread that started them (kept for the cluster's life), actors to the daemons, child
+    processes to actors. Two of Ray's agents notice last, and give up after about a minute.
     """
 
     def __init__(self, scratch: Path, temp: Path, thread: ThreadPoolExecutor, environ: dict[str, str | None]):
@@ -83,6 +84,7 @@ class Cluster:
         try:
             ray = _ray()
             logging.getLogger("ray").setLevel(logging.ERROR)
+            _log_instead_of_printing()
             _refresh_settings()
             ray.init(
                 address="local",
@@ -409,9 +411,19 @@ def _set_environment(temp: Path) -> dict[str, str | None]:
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(32))
     wanted = RAY_ENV | {"RAY_AUTH_TOKEN_PATH": str(token)}
-    before = {key: os.environ.get(key) for key in wanted}
+    before = {key: os.environ.get(key) for key in [*wanted, "PYTHONBREAKPOINT"]}
     os.environ.update(wanted)
     return before
+
+
+def _log_instead_of_printing() -> None:
+    """Ray prints the cluster's errors on the driver's stdout whatever `log_to_driver` says; log them."""
+    from ray._private import worker
+
+    def log(data: Mapping[str, Any], *_: object, **__: object) -> None:
+        logger.info("ray: %s", " ".join(map(str, data.get("lines", ()))))
+
+    worker.print_worker_logs = log
 
 
 def _refresh_settings() -> None:
