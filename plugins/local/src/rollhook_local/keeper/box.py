@@ -8,6 +8,7 @@ import resource
 import signal
 import socket
 import struct
+import warnings  # noqa: F401 - os.execvpe imports it, in the child where no Python library is visible
 
 from rollhook_local.keeper import linux
 from rollhook_local.keeper.linux import open_in_root
