@@ -67,7 +67,7 @@ def test_a_malformed_run_id_is_refused(tmp_path: Path, run_id: str) -> None:
 
 def test_a_run_id_never_starts_a_second_run(tmp_path: Path) -> None:
     RunDir.create(tmp_path / "one", "demo", run_id="demo")
-    with pytest.raises(RunError, match=r"run demo exists at .*rollhook run --resume demo"):
+    with pytest.raises(RunError, match=r"run demo exists at.*; choose another id"):
         RunDir.create(tmp_path / "one", "demo", run_id="demo")
     with pytest.raises(RunError, match=f"run demo exists at {tmp_path}/one/demo"):
         RunDir.create(tmp_path / "two", "demo", run_id="demo")
