@@ -262,13 +262,15 @@ def test_a_lock_holds_everything_and_drives_the_same_recipe(toys: Path) -> None:
 
 
 def test_a_lock_does_not_depend_on_the_files_it_came_from(toys: Path) -> None:
-    loaded = load_recipe(write(toys, NEEDS), needs_results={"sft": {"checkpoint": "/c"}})
+    write(toys, NEEDS.replace("toy-sft", "first.yaml"))
+    write(toys, "extends: toy-sft\n", "first.yaml")
+    loaded = load_recipe("recipe.yaml", needs_results={"sft": {"checkpoint": "some/where"}})
     write_lock(toys / "recipe.lock.yaml", loaded, plugins_of(loaded))
-    (toys / "base.yaml").unlink()
-    (toys / "recipe.yaml").unlink()
-    recipe = load_recipe("recipe.lock.yaml").recipe
+    for name in ("base.yaml", "recipe.yaml", "first.yaml"):
+        (toys / name).unlink()
+    recipe = compose("recipe.lock.yaml")[0].recipe
     assert recipe.model is not None
-    assert recipe.model.path == "/c"
+    assert recipe.model.path == "some/where"
 
 
 def test_a_variable_unset_where_the_lock_was_written_is_read_where_it_is_driven(

@@ -1,15 +1,19 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+import yaml
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollhook.recipe import paths
+from rollhook.recipe.check import check_recipe
 from rollhook.recipe.overrides import Override, parse
 from rollhook.recipe.problem import Problem
+from rollhook.recipe.schema import Recipe
 from rollhook.recipe.tree import Origin, Tree, normalise
 
 keys = st.from_regex(r"[A-Za-z_][A-Za-z0-9_-]{0,8}", fullmatch=True)
@@ -98,3 +102,45 @@ def test_putting_values_gives_each_leaf_the_origin_of_the_last_that_set_it(
         last, value = puts[-1]
         assert tree.origins[tuple(last)].source == f"put {len(puts) - 1}"
         assert leaves[tuple(last)] == value
+
+
+names = st.sampled_from([*Recipe.model_fields, "extends", "use", "recipe", "init", "stick", "inner", "odd"])
+WORDS = """
+base.yaml room box wrapper a+b pack:sand/x pack: pack:? needs:x env:A ${seed} ${needs.a.checkpoint} ${X} ${
+0.0.0.0 . ~ recipe.yaml learner sft
+"""
+words_of_recipes = st.sampled_from(WORDS.split())
+recipe_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 9) | st.floats() | words_of_recipes,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.dictionaries(names, recipe_values, max_size=6), st.booleans())
+def test_whatever_stands_in_a_recipe_it_is_answered_and_never_crashes(
+    toys: Path, data: dict[str, Any], extends: bool
+) -> None:
+    data = {**data, "extends": "base.yaml"} if extends else data
+    (toys / "recipe.yaml").write_text(yaml.safe_dump(data))
+    checked = check_recipe("recipe.yaml", site="here")
+    assert all(str(problem) for problem in checked.problems)
+
+
+overrides = st.tuples(
+    st.sampled_from(["", "+", "~"]),
+    st.lists(names | st.sampled_from(["0", "3"]), min_size=1, max_size=3),
+    recipe_values,
+)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(overrides, max_size=4))
+def test_whatever_is_overridden_it_is_answered_and_never_crashes(toys: Path, given_: list[Any]) -> None:
+    texts = [
+        f"{sign}{'.'.join(path)}" + ("" if sign == "~" else f"={json.dumps(value)}")
+        for sign, path, value in given_
+    ]
+    checked = check_recipe("base.yaml", texts, site="here")
+    assert all(str(problem) for problem in checked.problems)

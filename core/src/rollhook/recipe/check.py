@@ -101,7 +101,9 @@ def _needed(
     loaded: Loaded, site: Site | None, results: Mapping[str, Any] | None, above: tuple[str, ...]
 ) -> Iterator[Problem]:
     """Yield what is wrong with the recipes under `needs` that have not run yet."""
-    needs = loaded.validated.needs if loaded.validated is not None else {}
+    if loaded.validated is None or loaded.locked is not None:
+        return
+    needs = loaded.validated.needs
     for alias, need in needs.items():
         key = f"needs.{alias}.recipe"
         if alias in (results or {}) or any(each.key == key for each in loaded.problems):

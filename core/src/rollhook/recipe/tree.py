@@ -64,8 +64,10 @@ class Tree:
     def put(self, path: paths.Path, value: Any, origin: Origin) -> None:
         """Set one value, making the mappings above it. Raises KeyError where a list index does not exist."""
         if any(isinstance(part, int) for part in path):
-            paths.get(self.data, path[:-1])
-            paths.replace(self.data, path, value)
+            parent = paths.get(self.data, path[:-1])
+            if isinstance(path[-1], int) or not isinstance(parent, dict):
+                paths.get(self.data, path)
+            parent[path[-1]] = value
             self._forget(path)
             self._note(path, value, origin)
             self.data = normalise(self.data)
@@ -95,7 +97,7 @@ class Tree:
     def _drop_replaced_component(
         self, key: str, old: dict[str, Any], new: dict[str, Any], other: Tree
     ) -> None:
-        if new.get("use") in {None, old.get("use")}:
+        if new.get("use") is None or new["use"] == old.get("use"):
             return
         layer = max((origin.layer for origin in other.origins.values()), default=0)
         for name in [name for name in old if name not in COMPONENT_KEYS[key]]:
