@@ -9,17 +9,18 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from rollhook import budgets, outcomes
-from rollhook.agent import Agent, AgentContext, Reply, StopReason
+from rollhook.agent import Agent, AgentContext, StopReason
 from rollhook.budgets import AgentClock, Limits
 from rollhook.component import BuildContext
 from rollhook.environment import Environment, Episode, EpisodeContext, Phase, Task, Transcript, Verdict
 from rollhook.errors import AgentError, BudgetExceeded, RollhookError, TaskError, VerifierError
-from rollhook.messages import Message, ToolSchema
+from rollhook.messages import Message
 from rollhook.records import Ended, EpisodeRecord, Outcome, Sample
-from rollhook.runtime.verifier import HomeLoop, verify_apart, verify_here
+from rollhook.runtime.verifier import verify_apart, verify_here
+from rollhook.runtime.views import Boxes, Recorder, RemainingBudget
 from rollhook.sandbox.agent_view import AgentSandbox
 
 if TYPE_CHECKING:
@@ -64,6 +65,10 @@ class _Course:
     warnings: list[str] = field(default_factory=list)
     fired: str = ""
     used_by: str = ""
+
+    def heard(self, messages: list[Message]) -> None:
+        """Take the conversation as it stands."""
+        self.messages = messages
 
 
 class EpisodeRunner:
@@ -136,7 +141,7 @@ class EpisodeRunner:
     ) -> None:
         boxes: dict[str, Sandbox] = {}
         home = asyncio.get_running_loop() if self.environment.verifies_apart else None
-        ctx = EpisodeContext(request.episode_id, request.seed, _Boxes(boxes, home), self.context)
+        ctx = EpisodeContext(request.episode_id, request.seed, Boxes(boxes, home), self.context)
         episode = self.environment.episode(request.task, ctx)
         try:
             await self._create(request, episode, "start", limits, boxes, course)
@@ -236,9 +241,9 @@ class EpisodeRunner:
         box = boxes[phase.box] if phase.box is not None else None
         course.messages.extend(phase.observation.messages)
         context = AgentContext(
-            session=_Recorder(session, course),
+            session=Recorder(session, course.heard),
             observation=phase.observation,
-            budget=_Budget(session, clock),
+            budget=RemainingBudget(session, clock),
             sandbox=AgentSandbox(box, clock, self._now) if box is not None else None,
             tools=phase.tools,
             respond=phase.respond,
@@ -368,60 +373,6 @@ class EpisodeRunner:
             for number, leaf in enumerate(leaves)
         ]
         return EpisodeResult(record, samples)
-
-
-class _Boxes(Mapping[str, "Sandbox"]):
-    """The live sandboxes as an episode sees them, usable from the verifier's own loop."""
-
-    def __init__(self, boxes: Mapping[str, Sandbox], home: asyncio.AbstractEventLoop | None) -> None:
-        self._boxes = boxes
-        self._home = home
-
-    def __getitem__(self, name: str) -> Sandbox:
-        box: Any = self._boxes[name]
-        return box if self._home is None else HomeLoop(box, self._home)  # type: ignore[return-value]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._boxes)
-
-    def __len__(self) -> int:
-        return len(self._boxes)
-
-
-class _Recorder:
-    """The session that an agent gets: keeps the conversation for the record."""
-
-    def __init__(self, session: Session | None, course: _Course) -> None:
-        self._session = session
-        self._course = course
-
-    async def chat(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] | None = None) -> Reply:
-        if self._session is None:
-            raise AgentError("this run has no policy to ask", kind="user")
-        self._course.messages = list(messages)
-        reply = await self._session.chat(messages, tools=tools)
-        self._course.messages = [*messages, reply.message]
-        return reply
-
-
-class _Budget:
-    """What an agent may still use."""
-
-    def __init__(self, session: Session | None, clock: AgentClock) -> None:
-        self._session = session
-        self._clock = clock
-
-    @property
-    def turns_left(self) -> int:
-        return self._session.turns_left if self._session is not None else 0
-
-    @property
-    def tokens_left(self) -> int:
-        return self._session.tokens_left if self._session is not None else 0
-
-    @property
-    def seconds_left(self) -> float:
-        return self._clock.remaining
 
 
 def _infra(course: _Course, boundary: str, cause: str, fired: str = "") -> None:

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from rollhook.recipe.check import compose
 from rollhook.recipe.load import Loaded
-from rollhook.recipe.lock import write_lock
-from rollhook.recipe.names import component_names
+from rollhook.recipe.lock import digest, write_lock
 from rollhook.runtime.progress import Display
-from rollhook.runtime.results import RunResult, finished_run, recipe_digest
+from rollhook.runtime.results import RunResult, finished_run
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -112,7 +111,7 @@ async def _run_needs(
     for alias, need in needs.items():
         overrides = [*need.overrides, f"storage.root={root}"]
         loaded, plugins = compose(need.recipe, overrides)
-        result = finished_run(root, _digest(loaded, plugins))
+        result = finished_run(root, digest(loaded, plugins))
         if result is not None:
             display.say(f"Needs {alias} ({need.recipe}): run {result.run_id} did it already.")
         else:
@@ -145,11 +144,14 @@ async def _drive(
     from rollhook.runtime.driver import Driver
 
     display.say(f"Run {run.run_id} in {run.path}")
-    digest = _digest(loaded, plugins)
-    driver = Driver(loaded.recipe, loaded.resolved, digest, plugins, run, cluster, display, stop.drain)
+    driver = Driver(
+        loaded.recipe,
+        loaded.resolved,
+        digest(loaded, plugins),
+        plugins,
+        run,
+        cluster,
+        display,
+        stop.drain,
+    )
     return await driver.run()
-
-
-def _digest(loaded: Loaded, plugins: Plugins) -> str:
-    versions = {f"{k}.{n}": "==".join(plugins.distribution(k, n)) for k, n in component_names(loaded.recipe)}
-    return recipe_digest(loaded.resolved, versions)

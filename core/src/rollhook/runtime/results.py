@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import orjson
 
@@ -63,13 +62,6 @@ def read_result(directory: Path) -> RunResult | None:
         return RunResult(**data, evaluations=evaluations)
     except (OSError, ValueError, TypeError, KeyError):
         return None
-
-
-def recipe_digest(resolved: Mapping[str, Any], versions: Mapping[str, str]) -> str:
-    """Return the hash of all that decides what a run would do; where it is stored does not count."""
-    said = {key: value for key, value in resolved.items() if key != "storage"}
-    text = orjson.dumps([said, dict(versions)], option=orjson.OPT_SORT_KEYS)
-    return hashlib.sha256(text).hexdigest()
 
 
 def finished_run(root: Path, digest: str) -> RunResult | None:

@@ -1,0 +1,75 @@
+"""What an episode and its agent see of the runtime's own objects."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rollhook.agent import Reply
+from rollhook.budgets import AgentClock
+from rollhook.errors import AgentError
+from rollhook.messages import Message, ToolSchema
+from rollhook.runtime.verifier import HomeLoop
+
+if TYPE_CHECKING:
+    from rollhook.sandbox import Sandbox
+    from rollhook.session import Session
+
+
+class Boxes(Mapping[str, "Sandbox"]):
+    """The live sandboxes as an episode sees them, usable from the verifier's own loop."""
+
+    def __init__(self, boxes: Mapping[str, Sandbox], home: asyncio.AbstractEventLoop | None) -> None:
+        self._boxes = boxes
+        self._home = home
+
+    def __getitem__(self, name: str) -> Sandbox:
+        box: Any = self._boxes[name]
+        return box if self._home is None else HomeLoop(box, self._home)  # type: ignore[return-value]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._boxes)
+
+    def __len__(self) -> int:
+        return len(self._boxes)
+
+
+class Recorder:
+    """The session that an agent gets: keeps the conversation for the record."""
+
+    def __init__(self, session: Session | None, heard: Callable[[list[Message]], None]) -> None:
+        self._session = session
+        self._heard = heard
+
+    async def chat(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] | None = None) -> Reply:
+        """Generate one turn."""
+        if self._session is None:
+            raise AgentError("this run has no policy to ask", kind="user")
+        self._heard(list(messages))
+        reply = await self._session.chat(messages, tools=tools)
+        self._heard([*messages, reply.message])
+        return reply
+
+
+class RemainingBudget:
+    """What an agent may still use."""
+
+    def __init__(self, session: Session | None, clock: AgentClock) -> None:
+        self._session = session
+        self._clock = clock
+
+    @property
+    def turns_left(self) -> int:
+        """Turns that may still be generated."""
+        return self._session.turns_left if self._session is not None else 0
+
+    @property
+    def tokens_left(self) -> int:
+        """Tokens that the session may still hold."""
+        return self._session.tokens_left if self._session is not None else 0
+
+    @property
+    def seconds_left(self) -> float:
+        """Seconds left on the agent's clock."""
+        return self._clock.remaining
