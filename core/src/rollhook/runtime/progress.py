@@ -44,7 +44,8 @@ class Display:
         if not self.console.is_terminal:
             yield
             return
-        with Live(Group(self._status, self._bar), console=self.console, refresh_per_second=8) as live:
+        shown = Group(self._status, self._bar)
+        with Live(shown, console=self.console, refresh_per_second=8, redirect_stdout=False) as live:
             self._live = live
             try:
                 yield

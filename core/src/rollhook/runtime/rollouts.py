@@ -75,7 +75,7 @@ class Rollouts:
         for number, use in enumerate(recipe.environment):
             environment: Environment = self._parts.build("environment", use, f"environment.{number}")
             self._stack.push_async_callback(environment.aclose)
-            problems = environment.problems(capabilities)
+            problems = await asyncio.to_thread(environment.problems, capabilities)
             if problems:
                 raise UsageError(f"environment {use.use} cannot run here: {'; '.join(problems)}")
             await self._read_tasks(use.use, environment, use.split, recipe.evaluation.split)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import ClassVar
 
@@ -86,10 +87,13 @@ class TBench2(Environment):
         if self._read is None:
             if self.config.pack is not None:
                 root = ensure(self.context.build("pack", self.config.pack), name=self.config.pack.use)
+                self._read = (
+                    _read_pack(root) if not self.config.splits else read_task_set(root, self.config.splits)
+                )
             else:
                 assert self.config.tasks_dir is not None
                 root = Path(self.config.tasks_dir).expanduser().absolute()
-            self._read = read_task_set(root, self.config.splits)
+                self._read = read_task_set(root, self.config.splits)
         return self._read
 
     def _refusal(self, task: Task) -> str:
@@ -102,6 +106,12 @@ class TBench2(Environment):
         if payload.config.verifier.user not in (None, "root", 0, "0") and "user" not in self._capabilities:
             return "verifier.user needs a sandbox with the capability user"
         return "" if "image" in self._capabilities else why_not_on_host(payload)
+
+
+@lru_cache(maxsize=2)
+def _read_pack(root: Path) -> TaskSet:
+    """Read a pack once per process: its directory is named after its content and never changes."""
+    return read_task_set(root, {})
 
 
 def _named(tasks: Sequence[str]) -> str:
