@@ -40,7 +40,9 @@ class Display:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Show the display while the block runs."""
+        """Show the display of one run while the block runs."""
+        self._outcomes.clear()
+        self._steps.clear()
         if not self.console.is_terminal:
             yield
             return
