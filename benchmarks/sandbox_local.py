@@ -93,9 +93,7 @@ async def ours(mode: str, rounds: int, bare: float) -> None:
         report(f"{mode}: whole episode", whole, driver + keeper, rounds)
         for part in PARTS:
             report(f"  {part}", times[part])
-        print(
-            f"  CPU of this process {driver / rounds * 1e3:.1f} ms, of the keeper {keeper / rounds * 1e3:.1f} ms"
-        )
+        print(f"  CPU {driver / rounds * 1e3:.1f} ms here, {keeper / rounds * 1e3:.1f} ms in the keeper")
         print(f"  wall {statistics.median(whole) / bare:.2f} of bare bubblewrap with the same command")
         started = time.perf_counter()
         gate = asyncio.Semaphore(8)

@@ -253,6 +253,8 @@ class Sandbox:
             except TimeoutError:
                 await self._kill(mark)
             await _drain(pumps, out, err)
+        except SandboxDead:
+            raise
         except BaseException:
             if code is None:
                 await self._kill_in_background(mark)

@@ -41,7 +41,18 @@ async def started(make_backend: MakeBackend) -> AsyncIterator[SandboxBackend]:
 async def make(backend: SandboxBackend, **spec: Any) -> Sandbox:
     """Make one sandbox."""
     raw = await backend.create(SandboxSpec(**spec))
-    return Sandbox(raw, capabilities=backend.capabilities, delete=backend.delete)
+    sandbox = Sandbox(raw, capabilities=backend.capabilities, delete=backend.delete)
+    if "isolation" in backend.capabilities:
+        await _must_be_alone(sandbox)
+    return sandbox
+
+
+async def _must_be_alone(sandbox: Sandbox) -> None:
+    """Fail before a case kills "everything inside", should inside be this machine."""
+    seen = (await sandbox.shell("set -- /proc/[0-9]*; echo $#", timeout=60)).text.strip()
+    if not seen.isdecimal() or int(seen) > 20:
+        await sandbox.close()
+        pytest.fail(f"declares isolation, but a new sandbox sees {seen} processes")
 
 
 @asynccontextmanager
