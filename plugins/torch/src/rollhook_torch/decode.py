@@ -182,6 +182,7 @@ class Decoder:
         self._prefill_tokens = prefill_tokens
         self._batch = Batch(model)
         self._waiting: deque[Request] = deque()
+        self._live: set[Request] = set()
         self._actions: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._paused = False
         self._stopping = False
@@ -205,10 +206,13 @@ class Decoder:
         return self._paused
 
     def submit(self, request: Request) -> None:
-        """Queue a request."""
+        """Queue a request; it ends at once where the thread has died."""
         with self._wake:
+            self._live.add(request)
             self._waiting.append(request)
             self._wake.notify()
+        if self.error is not None:
+            self._fail()
 
     def abort(self, match: Callable[[Request], bool]) -> Future[int]:
         """End the requests that match, with what they have generated; the future holds their number."""
@@ -259,6 +263,8 @@ class Decoder:
         with self._wake:
             self._actions.append((action, future))
             self._wake.notify()
+        if self.error is not None:
+            self._fail()
         return future
 
     def _run(self) -> None:
@@ -273,7 +279,7 @@ class Decoder:
         except BaseException as error:
             self.error = error
             logger.exception("the decode thread died")
-            self._abort(lambda request: True)
+            self._fail()
             raise
 
     def _wait(self) -> bool:
@@ -350,6 +356,18 @@ class Decoder:
         self._release(lambda request: request.finish is not None)
         return len(chosen)
 
+    def _fail(self) -> None:
+        """End everybody's wait: nothing is generated any more."""
+        with self._wake:
+            left, self._live = self._live, set()
+            actions = list(self._actions)
+            self._actions.clear()
+        for request in left:
+            request.finish = {"type": "abort", "message": f"the decode thread died: {self.error}"}
+            request.done(request)
+        for _, future in actions:
+            future.set_exception(RuntimeError(f"the decode thread died: {self.error}"))
+
     def _release(self, finished: Callable[[Request], bool]) -> None:
         rows = self._batch.rows
         if not any(map(finished, rows)):
@@ -360,6 +378,8 @@ class Decoder:
 
     def _finish(self, request: Request) -> None:
         self.counts.requests += 1
+        with self._wake:
+            self._live.discard(request)
         request.done(request)
 
 

@@ -100,8 +100,6 @@ class Server:
 
     async def generate(self, request: web.Request) -> web.Response:
         """Generate for one sequence; a caller that goes away ends its request."""
-        if self.decoder.error is not None:
-            return _error(503, f"the decode thread died: {self.decoder.error}")
         body = await _body(request)
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         row = self._row(body, future)
@@ -111,6 +109,8 @@ class Server:
         except asyncio.CancelledError:
             self.decoder.abort(lambda other: other is row)
             raise
+        if self.decoder.error is not None:
+            return _error(503, f"the decode thread died: {self.decoder.error}")
         return _json(self._answer(row, bool(body.get("return_logprob", False))))
 
     async def health(self, request: web.Request) -> web.Response:
@@ -243,7 +243,7 @@ class Server:
         context = self.decoder.context_length
         if len(prompt) >= context:
             raise BadRequestError(
-                f"input_ids has {len(prompt)} tokens, the context of this model {context}: no room to generate"
+                f"input_ids has {len(prompt)} tokens, the model's context {context}: no room to generate"
             )
         params = _parameters(body)
         stops = frozenset(params["stop_token_ids"]) | (frozenset() if params["ignore_eos"] else self._eos)
