@@ -369,3 +369,8 @@ def test_weights_of_another_shape_are_refused_and_nothing_changes(
         trainer.load(tmp_path / "checkpoint")
     after = published(trainer, tmp_path / "after")
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("value", [False, "off"])
+def test_yamls_own_reading_of_off_is_off(value: object) -> None:
+    assert TrainerConfig(advantage_std=value).advantage_std == "off"

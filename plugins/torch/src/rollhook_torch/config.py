@@ -4,9 +4,23 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from rollhook.component import Config
+
+
+def _switch(value: object) -> object:
+    """Take YAML's own reading of `on` and `off`."""
+    return ("on" if value else "off") if isinstance(value, bool) else value
+
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -71,7 +85,9 @@ class TrainerConfig(Config):
     ] = 1.0
 
     advantage_std: Annotated[
-        Literal["on", "off"], Field(description="grpo: divide by the group's standard deviation")
+        Literal["on", "off"],
+        BeforeValidator(_switch),
+        Field(description="grpo: divide by the group's standard deviation"),
     ] = "on"
     loss_mean: Annotated[
         Literal["token", "sequence"],
