@@ -182,10 +182,14 @@ class LocalSandboxes(SandboxBackend):
     async def start(self) -> None:
         """Start the keeper and make one sandbox for a try; says what is missing if it cannot be done."""
         async with self._starting:
-            if self.keeper is None or self.keeper.closed:
+            if self.keeper is not None and self.keeper.closed:
+                await self.keeper.aclose(keep=False)
+                self.keeper = None
+            if self.keeper is None:
                 await self._start()
 
     async def _start(self) -> None:
+        await self._clear_ended()
         if self.config.mode == "process":
             self.keeper = await Keeper.start({"isolate": False}, self._gone)
             return
@@ -319,6 +323,14 @@ class LocalSandboxes(SandboxBackend):
         if record.directory:
             await asyncio.to_thread(shutil.rmtree, record.directory, True)
         state.remove(state.directory(), record.id)
+
+    async def _clear_ended(self) -> None:
+        """Clear what sandboxes have left that ended, with their makers, without being deleted."""
+        for record in await asyncio.to_thread(state.matching, state.directory(), {}):
+            made = record.pid and state.start_time(record.pid) == record.start
+            making = state.start_time(record.keeper) == record.keeper_start
+            if not made and not making and not record.directory:
+                await self._clear(record)
 
     async def list(self, labels: Mapping[str, str]) -> Sequence[SandboxInfo]:
         """Return the sandboxes on file that carry all these labels."""

@@ -119,6 +119,11 @@ class GroupsV2(Groups):
 
     name = "cgroup v2"
 
+    def __init__(self, parents: Mapping[str, Path], controllers: frozenset[str]) -> None:
+        super().__init__(parents)
+        self._controllers = controllers
+        self.capabilities = frozenset(f"{name}_limit" for name in controllers & {"memory", "pids", "cpu"})
+
     def settings(self, wanted: Wanted) -> dict[str, list[tuple[str, str]]]:
         """Return what to write, all of it in one group."""
         values: list[tuple[str, str]] = []
@@ -126,7 +131,7 @@ class GroupsV2(Groups):
             values += [("memory.max", str(wanted.memory_bytes)), ("memory.swap.max", "0")]
         if wanted.pids is not None:
             values.append(("pids.max", str(wanted.pids)))
-        if wanted.cpus is not None:
+        if wanted.cpus is not None and "cpu" in self._controllers:
             values.append(("cpu.max", f"{max(1000, int(wanted.cpus * _PERIOD))} {_PERIOD}"))
         return {"unified": values} if values else {}
 
@@ -141,8 +146,8 @@ def detect(root: Path = CGROUP_ROOT, membership: str | None = None) -> Limits:
     rows = [line.split(":", 2) for line in membership.splitlines()]
     places = {name: path for _, names, path in rows for name in names.split(",")}
     if (root / "cgroup.controllers").exists() and "" in places:
-        group = _delegated(root / places[""].lstrip("/"), root)
-        return GroupsV2({"unified": group}) if group else NoGroups()
+        found = _delegated(root / places[""].lstrip("/"), root)
+        return GroupsV2({"unified": found[0]}, found[1]) if found else NoGroups()
     parents: dict[str, Path] = {}
     for controller in ("memory", "pids", "cpu"):
         if controller in places:
@@ -154,15 +159,15 @@ def detect(root: Path = CGROUP_ROOT, membership: str | None = None) -> Limits:
     return NoGroups()
 
 
-def _delegated(group: Path, root: Path) -> Path | None:
-    """Return the nearest group, from here upwards, below which this process may make limited groups."""
+def _delegated(group: Path, root: Path) -> tuple[Path, frozenset[str]] | None:
+    """Return the nearest group upwards below which limited groups may be made, and its controllers."""
     for place in (group, *group.parents):
         try:
-            handed_on = (place / "cgroup.subtree_control").read_text().split()
+            handed_on = frozenset((place / "cgroup.subtree_control").read_text().split())
         except OSError:
-            handed_on = []
-        if {"memory", "pids"} <= set(handed_on) and os.access(place, os.W_OK):
-            return place
+            handed_on = frozenset()
+        if {"memory", "pids"} <= handed_on and os.access(place, os.W_OK):
+            return place, handed_on
         if place == root:
             return None
     return None

@@ -80,12 +80,13 @@ def remove(root: Path, sandbox_id: str) -> None:
 
 
 def start_time(pid: int) -> int:
-    """Return when a process started, in ticks since boot, or 0 when there is none: pids are used again."""
+    """Return when a living process started, in ticks since boot, or 0: pids are used again."""
     try:
         text = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return 0
-    return int(text[text.rindex(b")") + 2 :].split()[19])
+    fields = text[text.rindex(b")") + 2 :].split()
+    return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
 
 
 def pid_of(pidfd: int) -> int:
@@ -107,7 +108,7 @@ def end(pid: int, started: int, seconds: float) -> bool:
             return True
         signal.pidfd_send_signal(fd, signal.SIGKILL)
         deadline = time.monotonic() + seconds
-        while start_time(pid) == started and not _is_zombie(pid):
+        while start_time(pid) == started:
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.005)
@@ -129,7 +130,7 @@ def end_marked(directory: str) -> None:
                     found.append(int(path.name))
             except OSError:
                 continue
-        found = [pid for pid in found if not _is_zombie(pid)]
+        found = [pid for pid in found if start_time(pid)]
         if not found:
             return
         for pid in found:
@@ -138,11 +139,3 @@ def end_marked(directory: str) -> None:
             except ProcessLookupError:
                 continue
         time.sleep(0.01)
-
-
-def _is_zombie(pid: int) -> bool:
-    try:
-        text = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return True
-    return text[text.rindex(b")") + 2 : text.rindex(b")") + 3] == b"Z"

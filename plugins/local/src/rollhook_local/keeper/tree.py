@@ -73,6 +73,7 @@ def enter(read_only: Sequence[str], hidden: Sequence[str], tools: dict[str, str]
     Sandboxes belong to the outer user namespace; their commands run in the inner one, and so can neither
     change their mounts nor look into process 1. `tools` maps names to programs that are copied to `/tools`.
     """
+    kept_tools = {name: _read(path) for name, path in tools.items()}
     many = os.geteuid() == 0 and _maps_everything()
     outer = f"0 {SHIFTED_BASE} {SHIFTED_COUNT}" if many else f"0 {os.geteuid()} 1"
     group = f"0 {SHIFTED_BASE} {SHIFTED_COUNT}" if many else f"0 {os.getegid()} 1"
@@ -86,7 +87,7 @@ def enter(read_only: Sequence[str], hidden: Sequence[str], tools: dict[str, str]
     _forbid_more()
     linux.unshare(linux.CLONE_NEWNS | linux.CLONE_NEWPID)
     _go_on_as_child()
-    _build(read_only, hidden, tools)
+    _build(read_only, hidden, kept_tools)
     linux.set_dumpable(False)
     own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
     return Home(inner, own, many)
@@ -181,10 +182,9 @@ def _write(path: str, text: str) -> None:
         os.close(fd)
 
 
-def _build(read_only: Sequence[str], hidden: Sequence[str], tools: dict[str, str]) -> None:
+def _build(read_only: Sequence[str], hidden: Sequence[str], tools: dict[str, bytes]) -> None:
     linux.mount("none", "/", "", linux.MS_REC | linux.MS_PRIVATE)
     root = next(path for path in ("/mnt", "/media", "/srv", "/tmp") if os.path.isdir(path))  # noqa: S108
-    kept_tools = {name: _read(path) for name, path in tools.items()}
     etc = _etc_files()
     sources = {path: os.open(path, os.O_PATH | os.O_CLOEXEC) for path in ("/usr", "/dev", *read_only)}
     for name in _SYSTEM:
@@ -218,7 +218,7 @@ def _build(read_only: Sequence[str], hidden: Sequence[str], tools: dict[str, str
             _put(target, content, 0o644)
     os.makedirs(f"{root}/tools")
     os.makedirs(f"{root}/tmp")  # noqa: S108 - inside
-    for name, data in kept_tools.items():
+    for name, data in tools.items():
         _put(f"{root}/tools/{name}", data, 0o755)
     linux.pivot_root(root)
 
