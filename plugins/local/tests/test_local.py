@@ -248,8 +248,8 @@ async def test_an_id_is_not_a_path(tmp_path: Path) -> None:
 
 
 def test_records_of_another_user_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("XDG_RUNTIME_DIR")
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "absent"))
+    monkeypatch.setattr(state, "_shared_directory", lambda: tmp_path)
     planted = tmp_path / f"rollhook-local-{os.getuid()}"
     planted.mkdir()
     planted.chmod(0o777)

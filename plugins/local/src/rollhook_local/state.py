@@ -9,7 +9,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rollhook.errors import SandboxError
@@ -35,13 +35,16 @@ class Record:
 
 
 def directory() -> Path:
-    """Return the directory of records, made with mode 0700; SandboxError if another user owns it."""
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    """Return the directory of records, made with mode 0700; SandboxError if another user may write it.
+
+    In memory where there is a place for it: two files per sandbox on a disk cost more than the sandbox.
+    """
     uid = os.getuid()
-    if runtime and os.path.isdir(runtime) and os.stat(runtime).st_uid == uid:
+    runtime = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{uid}"
+    if os.path.isdir(runtime) and os.stat(runtime).st_uid == uid:
         path = Path(runtime) / "rollhook-local"
     else:
-        path = Path(tempfile.gettempdir()) / f"rollhook-local-{uid}"
+        path = _shared_directory() / f"rollhook-local-{uid}"
     path.mkdir(mode=0o700, exist_ok=True)
     info = path.lstat()
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != uid or info.st_mode & 0o022:
@@ -51,11 +54,16 @@ def directory() -> Path:
     return path
 
 
+def _shared_directory() -> Path:
+    memory = Path("/dev/shm")  # noqa: S108 - what is made there is checked
+    return memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
+
+
 def write(root: Path, record: Record) -> None:
     """Write or replace a record."""
     path = root / f"{record.id}.json"
     temporary = path.with_suffix(".new")
-    temporary.write_text(json.dumps(asdict(record)))
+    temporary.write_text(json.dumps(vars(record)))
     temporary.rename(path)
 
 
