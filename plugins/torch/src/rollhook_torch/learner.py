@@ -69,6 +69,7 @@ class Learner:
             lr=config.lr,
             betas=config.betas,
             eps=config.eps,
+            fused=True,
         )
         self._rows: Rows | None = None
         if config.algorithm == "sft":
@@ -131,8 +132,7 @@ class Learner:
         for key, value in moments.items():
             kind, _, name = key.partition("/")
             parameter = self._named[name]
-            restored = value if kind == "step" else value.to(parameter.device)
-            self._optimizer.state[parameter][kind] = restored
+            self._optimizer.state[parameter][kind] = value.to(parameter.device)
         if self._reference is not None:
             tensors = read_file(directory / REFERENCE_FILE)
             with torch.no_grad():
