@@ -32,7 +32,7 @@ def tasks() -> list[PocketTask]:
 
 @pytest.fixture(scope="module")
 def demos(tasks: list[PocketTask]) -> list[dict[str, Any]]:
-    return [demonstration(task, 0, 0.6, ()) for task in tasks if task.split == "train"]
+    return [demonstration(task, 0, 0.7, ()) for task in tasks if task.split == "train"]
 
 
 def pack(**keys: Any) -> PocketPack:
@@ -174,8 +174,8 @@ def test_the_written_pack_is_read_without_a_problem_and_describes_itself(tmp_pat
     assert environment.problems(frozenset({"network_off"})) == []
     said = environment.describe()
     assert said["tasks"] == "39 (train 26, heldout 13), 0 with problems"
-    assert said["demonstrations"].endswith("are correct (noise 0.6 in 8 families)")
-    assert "60% of them show a plausible wrong command" in (tmp_path / "README.md").read_text()
+    assert said["demonstrations"].endswith("are correct (noise 0.7 in 8 families)")
+    assert "70% of them show a plausible wrong command" in (tmp_path / "README.md").read_text()
 
 
 def test_draws_are_the_same_everywhere() -> None:

@@ -54,7 +54,7 @@ class PocketConfig(Config):
     noise: Annotated[
         float,
         Field(ge=0, le=1, description="fraction of wrong demonstrations in the eight noisy families"),
-    ] = 0.6
+    ] = 0.7
     undemonstrated: Annotated[
         tuple[str, ...], Field(description="families that are only ever demonstrated wrongly")
     ] = ()
