@@ -1,6 +1,7 @@
 """Rendering: first prompts as transformers renders them, later ones as stored ids plus what was appended."""
 
 import json
+import threading
 
 import pytest
 from hypothesis import given, settings
@@ -117,6 +118,34 @@ def test_control_tokens_in_a_message_open_no_turn(renderer):
 def test_markers_in_a_message_vanish(renderer):
     ids = renderer.first([{"role": "user", "content": "a\U000ff7f0b\U000ff7f1c"}])
     assert "\nabc<|im_end|>" in renderer.decode(ids)
+
+
+def test_deep_nesting_is_refused_in_words_or_left_as_text(renderer):
+    deep = {"role": "user", "content": "x"}
+    inner = deep
+    for _ in range(2000):
+        inner["extra"] = inner = {}
+    with pytest.raises(RenderError, match="refuses the messages"):
+        renderer.first([deep])
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "[" * 100_000}}
+    assert renderer.first([{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}])
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(renderer):
+    ticks = []
+    done = threading.Event()
+
+    def tick():
+        while not done.wait(0.001):
+            ticks.append(None)
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    ids = renderer.encode("a b " * 100_000)
+    done.set()
+    thread.join()
+    assert len(ticks) > 10
+    assert renderer.decode(ids) == "a b " * 100_000
 
 
 def test_a_lone_surrogate_is_refused_in_words(renderer):

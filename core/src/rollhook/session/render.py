@@ -7,6 +7,7 @@ the engine emitted them, plus the ids of what was appended.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -21,12 +22,17 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from rollhook.errors import AgentError, UsageError
 from rollhook.messages import Message, ToolCall, ToolSchema
 
+# no threads of its own, which a later fork would warn of
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
 # Stands for an assistant's text when an increment is rendered; letters only, so that no template alters it.
 _SENTINEL = "RollhookAssistantText"
 # Private-use characters around control tokens that occur in somebody's text; they never reach the tokenizer.
 _OPEN, _CLOSE = "\U000ff7f0", "\U000ff7f1"
 _THINK_END = "</think>"
 _TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+# A text longer than this is encoded by the batched call, the only one that lets other threads run meanwhile.
+_LONG_TEXT = 32_768
 _TOKEN_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -167,10 +173,9 @@ class Renderer:
     def _render(
         self, messages: Sequence[Message], tools: Sequence[ToolSchema] | None, *, generate: bool
     ) -> str:
-        chat = [self._mark(_for_template(message)) for message in messages]
         try:
             return self._template.render(
-                messages=chat,
+                messages=[self._mark(_for_template(message)) for message in messages],
                 tools=None if tools is None else self._mark(list(tools)),
                 add_generation_prompt=generate,
                 **self._variables,
@@ -216,6 +221,8 @@ def _tokenizer(directory: Path) -> tokenizers.Tokenizer:
 
 
 def _ids(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
+    if len(text) > _LONG_TEXT:
+        return list(tokenizer.encode_batch([text], add_special_tokens=False)[0].ids)
     return list(tokenizer.encode(text, add_special_tokens=False).ids) if text else []
 
 
@@ -306,7 +313,7 @@ def _call_for_template(call: Mapping[str, Any]) -> dict[str, Any]:
     function = dict(call.get("function") or {})
     try:
         arguments = json.loads(function.get("arguments") or "{}")
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RecursionError):
         arguments = None
     if isinstance(arguments, dict):
         function["arguments"] = arguments
