@@ -159,3 +159,12 @@ def test_a_later_schema_is_refused(tmp_path: Path) -> None:
     (made.path / "checkpoint.json").write_text(json.dumps(marker | {"schema": 9}))
     with pytest.raises(RunError, match="schema 9"):
         store.newest()
+
+
+@pytest.mark.parametrize("raw", ["[]", "7", "{}", '{"schema": "1"}', '{"schema": 1, "step": 3}'])
+def test_a_marker_that_is_none_is_said_with_what_to_do(tmp_path: Path, raw: str) -> None:
+    store = CheckpointStore(tmp_path)
+    made = committed(store, 1)
+    (made.path / "checkpoint.json").write_text(raw)
+    with pytest.raises(RunError, match=r"is not the marker of a checkpoint; remove .*00000001"):
+        store.newest()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -89,6 +90,16 @@ def test_a_secret_that_is_not_there_says_why(reference: str, reason: str) -> Non
         resolve_secret(reference)
     assert reason in str(caught.value)
     assert SENTINEL not in str(caught.value)
+
+
+def test_a_pipe_a_directory_or_a_huge_file_is_no_secret_and_nobody_waits_for_it(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with (tmp_path / "huge").open("wb") as file:
+        file.truncate(1 << 33)
+    assert "is no regular file" in Secret.parse(f"file:{tmp_path}/pipe").absent()
+    assert "is no regular file" in Secret.parse(f"file:{tmp_path}").absent()
+    assert "is larger than" in Secret.parse(f"file:{tmp_path}/huge").absent()
+    assert "Not a directory" in Secret.parse(f"file:{tmp_path}/huge/token").absent()
 
 
 def test_an_empty_secret_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

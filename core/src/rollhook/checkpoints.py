@@ -140,17 +140,22 @@ def read_checkpoint(path: Path) -> Checkpoint:
         raise RunError(f"{path} is no complete checkpoint (it has no {MARKER})") from None
     except (OSError, ValueError) as error:
         raise RunError(f"{path / MARKER} cannot be read: {error}") from error
-    if marker["schema"] > SCHEMA_VERSION:
-        raise RunError(
-            f"{path / MARKER} has schema {marker['schema']}, this Rollhook reads up to {SCHEMA_VERSION}; "
-            "upgrade rollhook"
+    try:
+        if marker["schema"] > SCHEMA_VERSION:
+            raise RunError(
+                f"{path / MARKER} has schema {marker['schema']}, this Rollhook reads up to {SCHEMA_VERSION}; "
+                "upgrade rollhook"
+            )
+        return Checkpoint(
+            path,
+            marker["step"],
+            marker["version"],
+            tuple(marker["episode_ids"]),
+            marker["journal_seq"],
+            marker["attempt"],
+            marker["extra"],
         )
-    return Checkpoint(
-        path,
-        marker["step"],
-        marker["version"],
-        tuple(marker["episode_ids"]),
-        marker["journal_seq"],
-        marker["attempt"],
-        marker["extra"],
-    )
+    except (KeyError, TypeError) as error:
+        raise RunError(
+            f"{path / MARKER} is not the marker of a checkpoint; remove {path}, and the one before it counts"
+        ) from error

@@ -14,6 +14,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from rollhook.errors import UsageError
 
 FORMS = "env:NAME, file:PATH or k8s:SECRET/KEY"
+MAX_BYTES = 1 << 20
 
 _PATTERNS = {
     "env": re.compile(r"[A-Za-z_][A-Za-z0-9_]*"),
@@ -93,8 +94,13 @@ def _validate(value: object) -> Secret:
 
 
 def _read(name: str) -> str:
+    path = Path(name).expanduser()
     try:
-        text = Path(name).expanduser().read_text("utf-8")
+        if path.exists() and not path.is_file():  # a pipe would be waited for, and read only once
+            raise UsageError(f"the secret file {name} is no regular file; write the secret into one")
+        if path.stat().st_size > MAX_BYTES:
+            raise UsageError(f"the secret file {name} is larger than {MAX_BYTES} bytes, so it is no secret")
+        text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "is not text"
         raise UsageError(f"the secret file {name} cannot be read: {reason}") from None

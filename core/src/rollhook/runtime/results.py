@@ -9,6 +9,7 @@ from typing import Literal
 
 import orjson
 
+from rollhook.checkpoints import MARKER
 from rollhook.durable import write_atomic
 from rollhook.runtime.evaluate import Evaluation, Rate
 
@@ -52,7 +53,7 @@ class RunResult:
 def read_result(directory: Path) -> RunResult | None:
     """Return a run's result; None where there is none or it cannot be read."""
     try:
-        data = orjson.loads((directory / NAME).read_bytes())
+        data = dict(orjson.loads((directory / NAME).read_bytes()))
         evaluations = [
             Evaluation(
                 e["step"], e["mode"], {n: Rate(*counts) for n, counts in e["families"].items()}, e["seconds"]
@@ -65,12 +66,12 @@ def read_result(directory: Path) -> RunResult | None:
 
 
 def finished_run(root: Path, digest: str) -> RunResult | None:
-    """Return a finished run below `root` with this digest whose checkpoint is still there."""
+    """Return a finished run below `root` with this digest whose checkpoint is still there and complete."""
     for path in sorted(root.glob(f"*/{NAME}"), reverse=True):
         result = read_result(path.parent)
         if result is None or result.digest != digest or result.status != "succeeded":
             continue
-        if result.checkpoint and Path(result.checkpoint).is_dir():
+        if result.checkpoint and (Path(str(result.checkpoint)) / MARKER).is_file():
             return result
     return None
 
