@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from rollhook.errors import SandboxDead
+from rollhook.sandbox import SandboxSpec
 from rollhook.testing.sandbox_case import (
     GRACE,
     MakeBackend,
@@ -50,11 +51,11 @@ class LifeCases(SandboxCases):
         async with started(make_backend) as backend:
             mark = labels()
             for turns in range(12):
-                call = asyncio.create_task(make(backend, labels=mark))
+                call = asyncio.create_task(backend.create(SandboxSpec(labels=mark)))
                 await asyncio.sleep(turns * 0.002)
                 call.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
-                    await (await call).close()
+                    await backend.delete((await call).id)
 
             async def none_left() -> bool:
                 return await backend.list(mark) == []
