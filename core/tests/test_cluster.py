@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -206,3 +207,17 @@ def descendants(pid: int) -> list[int]:
             found.append(child)
             stack.append(child)
     return found
+
+
+def test_logs_that_cannot_be_kept_hide_nothing_and_leave_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    logs = tmp_path / "temp" / "session_latest" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "raylet.out").write_text("x")
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "scratch" / "ray").write_text("in the way")
+    cluster = Cluster(tmp_path / "scratch", tmp_path / "temp", ThreadPoolExecutor(1), {})
+    cluster._clean()
+    assert not (tmp_path / "temp").exists()
+    assert "logs could not be kept" in caplog.text

@@ -520,6 +520,38 @@ async def test_a_worker_that_calls_itself_ill_leaves_and_comes_back(directory, r
         assert (await session.chat([USER])).message["content"] == "x"
 
 
+async def test_the_last_worker_is_started_anew_once_for_all_who_wait(directory, renderer):
+    engine = FakeEngine(says(renderer, "x"))
+    revived = []
+
+    async def revive(worker):
+        revived.append(worker)
+        engine.healthy = True
+        return True
+
+    async with serving(engine, directory=directory, limits=FAST, revive=revive) as policy:
+        engine.fail("/generate", times=3)
+        engine.healthy = False
+        sessions = [open_session(policy, name) for name in "abc"]
+        replies = await asyncio.gather(*(session.chat([USER]) for session in sessions))
+        assert [reply.message["content"] for reply in replies] == ["x"] * 3
+        assert revived == [engine.worker]
+
+
+async def test_where_the_last_worker_cannot_be_started_a_turn_fails_at_once_and_says_why(directory, renderer):
+    engine = FakeEngine(says(renderer, "x"))
+
+    async def revive(worker):
+        raise EngineError("it does not start")
+
+    limits = Limits(backoff=0.001, no_worker=3600.0)
+    async with serving(engine, directory=directory, limits=limits, revive=revive) as policy:
+        engine.fail("/generate", times=9)
+        engine.healthy = False
+        with pytest.raises(EngineError, match="it does not start"):
+            await open_session(policy).chat([USER])
+
+
 async def test_a_worker_that_comes_back_with_old_weights_stays_out(directory, renderer):
     engine = FakeEngine(says(renderer, "x"))
     async with serving(engine, directory=directory, limits=FAST) as policy:

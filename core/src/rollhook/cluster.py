@@ -143,11 +143,12 @@ class Cluster:
         self._clean()
 
     def _clean(self) -> None:
-        logs = self._temp / "session_latest" / "logs"
-        if logs.is_dir():
-            shutil.copytree(
-                logs.resolve(), self._scratch / "ray", dirs_exist_ok=True, ignore_dangling_symlinks=True
-            )
+        logs, kept = self._temp / "session_latest" / "logs", self._scratch / "ray"
+        try:
+            if logs.is_dir():
+                shutil.copytree(logs.resolve(), kept, dirs_exist_ok=True, ignore_dangling_symlinks=True)
+        except OSError as error:  # a full disk, mostly; what ended the run matters more
+            logger.warning("Ray's logs could not be kept in %s (%s)", kept, _one_reason(error))
         shutil.rmtree(self._temp, ignore_errors=True)
         for key, value in self._environ.items():
             if value is None:
@@ -458,6 +459,12 @@ def _die_with_parent() -> None:
 
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
     signal.pthread_sigmask(signal.SIG_SETMASK, set())
+
+
+def _one_reason(error: OSError) -> str:
+    """Return why files could not be copied; shutil gathers (from, to, reason) of each."""
+    files = error.args[0] if error.args and isinstance(error.args[0], list) else []
+    return str(files[0][2]) if files else str(error)
 
 
 def _one_line(error: BaseException) -> str:

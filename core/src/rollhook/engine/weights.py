@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import re
 import shutil
 from collections import defaultdict
@@ -14,6 +13,7 @@ from typing import Protocol
 
 import orjson
 
+from rollhook.durable import cannot_write, fsync_directory, fsync_tree, write_atomic
 from rollhook.errors import EngineError
 from rollhook.router import Worker
 
@@ -49,28 +49,28 @@ class WeightStore:
     def new(self, version: int) -> Path:
         """Return a new, empty directory for a version; what a crash left under that name is removed.
 
-        Raises EngineError when that version is complete already: a version is published once.
+        Raises EngineError when that version is complete already: a version is published once. RunError, here
+        and in `commit`, when the disk is full or not writable.
         """
         path = self.path(version)
         if (path / MARKER).exists():
             raise EngineError(f"weight version {version} was published before, in {path}")
-        if path.exists():
-            shutil.rmtree(path)
-        path.mkdir(parents=True)
+        try:
+            if path.exists():
+                shutil.rmtree(path)
+            path.mkdir(parents=True)
+        except OSError as error:
+            raise cannot_write(path, error) from error
         return path
 
     def commit(self, path: Path, version: int) -> None:
         """Make every byte of `path` durable, then mark it complete. Blocks; call it off the loop."""
-        for parent, _, names in os.walk(path):
-            for name in names:
-                _fsync(Path(parent) / name)
-            _fsync(Path(parent))
-        temporary = path / (MARKER + ".tmp")
-        temporary.write_bytes(orjson.dumps({"version": version}))
-        _fsync(temporary)
-        temporary.rename(path / MARKER)
-        _fsync(path)
-        _fsync(self.directory)
+        try:
+            fsync_tree(path)
+            write_atomic(path / MARKER, orjson.dumps({"version": version}))
+            fsync_directory(self.directory)
+        except OSError as error:
+            raise cannot_write(path, error) from error
 
     def path(self, version: int) -> Path:
         """Return where a version is or would be."""
@@ -148,11 +148,3 @@ async def _update_engine(client: WeightControl, engine: Worker, path: Path, vers
         except EngineError as error:
             reason = reason or str(error)
     return reason
-
-
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -60,6 +60,9 @@ class Rollouts:
         self._draws: dict[str, Draw] = {}
         self._tasks: dict[tuple[str, str], list[Task]] = {}
         self._collector: Collector | None = None
+        self._weights: tuple[Path, int] | None = None
+        self._reviving = asyncio.Lock()
+        self._lost: dict[str, EngineError] = {}
         self.descriptions: dict[str, str] = {}
 
     async def prepare(self) -> None:
@@ -93,6 +96,7 @@ class Rollouts:
         self._workers, renderer = await asyncio.gather(
             _listed(self._engine.start(placement, model_dir, version)), renderer_task
         )
+        self._weights = (model_dir, version)
         self._client = EngineClient()
         self._stack.push_async_callback(self._client.aclose)
         chain = build_chain(
@@ -104,6 +108,7 @@ class Rollouts:
             self._client,
             context_length=self._context_length(model_dir),
             seed=derive(recipe.seed, "policy"),
+            revive=self._revive,
         )
         self._stack.push_async_callback(self._policy.close)
         self._policy.set_workers(self._workers, version)
@@ -156,10 +161,10 @@ class Rollouts:
     async def update(self, path: Path, version: int) -> None:
         """Bring new weights to every engine; one that fails is revived, or leaves the routing."""
         assert self._policy is not None
-        assert self._engine is not None
+        self._weights = (path, version)
         failed = await self._policy.update_weights(path, version)
         for worker in {Worker(worker.url): None for worker in failed}:
-            if not await self._engine.revive(worker, path, version):
+            if not await self._revive(worker):
                 self._workers = [w for w in self._workers if w.url != worker.url]
         if not self._workers:
             raise EngineError(
@@ -167,6 +172,22 @@ class Rollouts:
             )
         if failed:
             self._policy.set_workers(self._workers, version)
+
+    async def _revive(self, worker: Worker) -> bool:
+        """Start the server of a worker anew with the newest weights; False where the engine cannot do that.
+
+        Raises EngineError when it does not start, and is not tried again then.
+        """
+        assert self._engine is not None
+        assert self._weights is not None
+        async with self._reviving:
+            if worker.url in self._lost:
+                raise self._lost[worker.url]
+            try:
+                return await self._engine.revive(worker, *self._weights)
+            except EngineError as error:
+                self._lost[worker.url] = error
+                raise
 
     def draw_state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of the draws."""

@@ -30,7 +30,8 @@ class PolicyClient:
 
     Every session that is open counts on its worker until it closes. A turn whose worker fails is asked
     again from another one, which is safe because nothing was committed. Around a weight update
-    `pause` makes requests wait, off the agent's clock.
+    `pause` makes requests wait, off the agent's clock. `revive` starts the server of a worker anew, where
+    it can; it is called when no worker is left.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class PolicyClient:
         limits: Limits | None = None,
         now: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        revive: Callable[[Worker], Awaitable[bool]] | None = None,
     ) -> None:
         self.renderer = renderer
         self.context_length = context_length
@@ -59,6 +61,8 @@ class PolicyClient:
         self._jitter = random.Random(seed)  # noqa: S311 - spreads retries
         self._checked = now()
         self._background: set[asyncio.Task[None]] = set()
+        self._revive_server = revive
+        self._mending: asyncio.Task[None] | None = None
 
     @property
     def version(self) -> int:
@@ -202,6 +206,9 @@ class PolicyClient:
         """Close every session and finish what runs in the background; safe to call twice."""
         for session in list(self.sessions.values()):
             await session.close()
+        if self._mending is not None:
+            self._mending.cancel()
+            await asyncio.wait({self._mending})
         while self._background:
             await asyncio.gather(*self._background, return_exceptions=True)
 
@@ -249,8 +256,25 @@ class PolicyClient:
                 )
             await self.check_health()
             if not self.table.offered():
+                await self._mend()
+            if not self.table.offered():
                 await self._sleep(pause * self._jitter.uniform(0.8, 1.2))
                 pause = min(2 * pause, 10.0)
+
+    async def _mend(self) -> None:
+        """Have the servers of ill workers started anew, once for all who wait for a worker."""
+        if self._revive_server is None or self._gate.paused:
+            return
+        if self._mending is None or self._mending.done():
+            self._mending = asyncio.ensure_future(self._start_anew(self._revive_server))
+        await asyncio.shield(self._mending)
+
+    async def _start_anew(self, revive: Callable[[Worker], Awaitable[bool]]) -> None:
+        ill = {entry.worker.url: entry.worker for entry in self.table if not entry.healthy}
+        for worker in ill.values():
+            log.warning("no engine is left, so the one at %s is started anew", worker.url)
+            await revive(Worker(worker.url))
+        await self.check_health()
 
     def _look_after_the_ill(self) -> None:
         """Ask workers that are out for their health now and then, beside the requests."""
@@ -262,7 +286,8 @@ class PolicyClient:
     async def _failed(self, entry: Entry, error: EngineError) -> None:
         """Take a worker that failed a request out of the routing unless it says that it is well."""
         entry.failures += 1
-        log.warning("engine worker %s failed a request: %s", entry.worker, error)
+        level = logging.WARNING if entry.failures == 1 else logging.DEBUG
+        log.log(level, "engine worker %s failed a request: %s", entry.worker.url, error)
         if entry.probe is None:
             entry.probe = asyncio.ensure_future(self._client.health(entry.worker))
         try:
