@@ -134,7 +134,7 @@ async def passes():
     return Verdict(1.0, {"tests": 1.0})
 
 
-async def run(work=one_turn, verify=passes, pool=None, outcomes=None, **budgets):
+async def run(work=one_turn, verify=passes, pool=None, outcomes=None, times=1, **budgets):
     log = []
     policy = FakePolicy()
     runner = EpisodeRunner(
@@ -142,7 +142,8 @@ async def run(work=one_turn, verify=passes, pool=None, outcomes=None, **budgets)
         pool=pool or FakePool(log), policy=policy, limits=Budgets(**budgets),
         outcome_policy=outcomes or Outcomes(), context=BuildContext(logging.getLogger("test"), None, None),
     )  # fmt: skip
-    result = await runner.run(EpisodeRequest("e1", "g1", TASK, 7, SamplingParams()))
+    for number in range(1, times + 1):
+        result = await runner.run(EpisodeRequest(f"e{number}", "g1", TASK, 7, SamplingParams()))
     assert all(session.closed for session in policy.sessions)
     return result, log
 
@@ -219,6 +220,14 @@ async def test_a_failing_agent_or_engine_is_infrastructure_and_is_not_verified(w
     assert result.record.outcome.boundary == boundary
     assert not any(entry.startswith("verify") for entry in log)
     assert "release" in log
+
+
+async def test_the_same_fault_of_an_agent_is_logged_once_with_its_traceback(caplog):
+    await run(broken, times=3)
+    (entry,) = caplog.records
+    assert entry.getMessage() == "the agent failed in episode e1 (the same again is not shown)"
+    assert entry.exc_info is not None
+    assert "no_such_thing" in caplog.text
 
 
 async def test_a_sandbox_that_cannot_be_made_is_infrastructure():

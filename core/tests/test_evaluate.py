@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from rollhook.environment import Task
 from rollhook.runtime.evaluate import Evaluation, Rate, choose, comparison, one_sided_p
+from rollhook.runtime.progress import summary
 
 TASKS = [Task(f"{f}{n}", f"{f}{n}", "heldout", f) for f in ("big",) for n in range(40)]
 TASKS += [Task(f"s{n}", f"s{n}", "heldout", "small") for n in range(10)]
@@ -46,6 +47,21 @@ def test_a_comparison_ends_with_the_total():
     before = Evaluation(0, "sampled", {"a": Rate(1, 4), "b": Rate(2, 4)})
     after = Evaluation(9, "sampled", {"a": Rate(4, 4), "b": Rate(2, 4)})
     assert comparison(before, after)[-1] == ("all", Rate(3, 8), Rate(6, 8))
+
+
+@pytest.mark.parametrize(
+    ("families", "labels"),
+    [
+        ({"": Rate(1, 4)}, ["all"]),
+        ({"": Rate(1, 4), "sort": Rate(2, 4)}, ["(none)", "sort", "all"]),
+        ({"all": Rate(1, 4), "some": Rate(2, 4)}, ["all", "some", "all"]),
+    ],
+)
+def test_the_table_has_a_row_for_each_family_and_one_for_all(families, labels):
+    shown = summary([Evaluation(step, mode, families) for step in (0, 9) for mode in ("sampled", "greedy")])
+    assert shown is not None
+    assert list(shown.columns[0].cells) == labels
+    assert len(shown.columns) == 1 + 2 * 3
 
 
 def test_the_one_sided_test_agrees_with_a_table():

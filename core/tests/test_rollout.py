@@ -81,12 +81,14 @@ async def test_a_group_that_cannot_be_filled_is_rejected_and_never_trains():
     assert [(reason, group.samples) for group, reason in batch.rejected] == [("incomplete", [])]
     assert len(runner.requests) == 4 + 3
     assert batch_metrics(batch)["outcome/infra_error"] == 7
+    assert batch.why_rejected() == "1 incomplete; 7 of 7 episodes failed by sandbox: gone"
 
 
 @pytest.mark.parametrize("outcome", [PASS, FAIL])
 async def test_a_group_without_variance_is_dropped_unless_the_recipe_keeps_it(outcome):
     _, batch = await collect([outcome])
     assert [reason for _, reason in batch.rejected] == ["zero_variance"]
+    assert batch.why_rejected() == "1 zero_variance"
     _, batch = await collect([outcome], drop_zero_variance=False)
     assert len(batch.accepted) == 1
 

@@ -211,6 +211,10 @@ class Driver:
                 rollouts.observe(batch.groups)
                 metrics.update(batch_metrics(batch))
                 groups = batch.samples()
+                if not groups:
+                    logger.warning(
+                        "step %d trains nothing: no group was accepted (%s)", step + 1, batch.why_rejected()
+                    )
                 self._pending.extend(s.episode_id for group in groups for s in group)
                 self._journal_groups(attempt, step, batch)
             metrics.update(await self._train(trainer, groups, step, rollouts is None))
@@ -230,7 +234,6 @@ class Driver:
         self, trainer: Remote, groups: Sequence[Sequence[Sample]], step: int, own_data: bool
     ) -> dict[str, float]:
         if not groups and not own_data:
-            logger.warning("step %d trains nothing: no group was accepted", step + 1)
             return {"time/train": 0.0}
         began = time.monotonic()
         metrics: dict[str, float] = await trainer.call("step", groups, step)

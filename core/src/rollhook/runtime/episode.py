@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import logging
 import time
+import traceback
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
@@ -99,6 +100,7 @@ class EpisodeRunner:
         self.outcome_policy = outcome_policy
         self.context = context
         self._now = now
+        self._reported: set[tuple[object, ...]] = set()
 
     async def run(self, request: EpisodeRequest) -> EpisodeResult:
         """Run one episode; every failure becomes its outcome, only cancellation passes through."""
@@ -122,8 +124,8 @@ class EpisodeRunner:
             raise
         except RollhookError as error:
             _infra(course, error.boundary, str(error))
-        except Exception as error:
-            logger.exception("episode %s of task %s failed", request.episode_id, request.task.id)
+        except Exception as error:  # noqa: BLE001 - logged, and the outcome says it
+            self._report(f"episode {request.episode_id} of task {request.task.id} failed", error)
             _infra(course, "environment", f"{type(error).__name__}: {error}")
         finally:
             course.timings["total"] = self._now() - started
@@ -260,7 +262,7 @@ class EpisodeRunner:
             except RollhookError:
                 raise
             except Exception as error:
-                logger.exception("the agent failed in episode %s", request.episode_id)
+                self._report(f"the agent failed in episode {request.episode_id}", error)
                 raise AgentError(f"{type(error).__name__}: {error}") from error
             finally:
                 for kind, seconds in clock.used.items():
@@ -278,7 +280,7 @@ class EpisodeRunner:
         except RollhookError as error:
             raise VerifierError(f"{error.boundary}: {error}") from error
         except Exception as error:
-            logger.exception("a verifier failed")
+            self._report("a verifier failed", error)
             raise VerifierError(f"{type(error).__name__}: {error}") from error
 
     async def _teardown(self, boxes: Mapping[str, Sandbox], limits: Limits, course: _Course) -> None:
@@ -292,6 +294,14 @@ class EpisodeRunner:
                         await self.pool.release(box)
                 except Exception as error:  # noqa: BLE001 - logged, and the lease keeps it reapable
                     logger.warning("box %s (%s) could not be closed now: %s", name, box.id, error)
+
+    def _report(self, what: str, error: Exception) -> None:
+        """Log a fault in a plugin's code with its traceback, once for each place; records have them all."""
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        place = (type(error), last.filename, last.lineno)
+        if place not in self._reported:
+            self._reported.add(place)
+            logger.error("%s (the same again is not shown)", what, exc_info=error)
 
     def _open_session(self, request: EpisodeRequest, clock: AgentClock) -> Session | None:
         if self.policy is None or request.sampling is None:

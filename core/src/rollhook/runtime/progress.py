@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rollhook.records import EpisodeRecord
-from rollhook.runtime.evaluate import Evaluation, comparison
+from rollhook.runtime.evaluate import Evaluation, Rate, comparison
 
 
 class Display:
@@ -110,15 +110,19 @@ def summary(evaluations: Sequence[Evaluation]) -> Table | None:
     """Return a table of the first against the last evaluation, by family, or None without two."""
     table = Table(title="Held-out pass rate, before and after", title_justify="left")
     table.add_column("family")
-    rows: dict[str, list[str]] = {}
+    rows: dict[str | None, list[str]] = {}
     for mode in ("sampled", "greedy"):
         found = [e for e in evaluations if e.mode == mode]
         if len(found) < 2:
             continue
         for name in (f"{mode}: step {found[0].step}", f"step {found[-1].step}", "gain"):
             table.add_column(name, justify="right")
-        for family, before, after in comparison(found[0], found[-1]):
-            rows.setdefault(family or "all", []).extend(
+        *families, (_, total_before, total_after) = comparison(found[0], found[-1])
+        if [family for family, *_ in families] == [""]:
+            families = []  # one family without a name: the total says it
+        lines: list[tuple[str | None, Rate, Rate]] = [*families, (None, total_before, total_after)]
+        for family, before, after in lines:
+            rows.setdefault(family, []).extend(
                 [
                     f"{before.value:.3f} ± {before.stderr:.3f}",
                     f"{after.value:.3f} ± {after.stderr:.3f}",
@@ -127,8 +131,11 @@ def summary(evaluations: Sequence[Evaluation]) -> Table | None:
             )
     if not rows:
         return None
+    total = rows.pop(None)
     for family, cells in rows.items():
-        table.add_row(family, *cells, end_section=family == list(rows)[-2] if len(rows) > 1 else False)
+        table.add_row(family or "(none)", *cells)
+    table.add_section()
+    table.add_row("all", *total)
     return table
 
 

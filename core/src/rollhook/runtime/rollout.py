@@ -59,6 +59,15 @@ class Batch:
         """The samples that train, by group."""
         return [list(group.samples) for group in self.accepted]
 
+    def why_rejected(self) -> str:
+        """Say how many groups were rejected for which reason, and what most often made episodes fail."""
+        reasons = Counter(reason for _, reason in self.rejected).most_common()
+        outcomes = [record.outcome for record in self.records if record.outcome.kind == "infra_error"]
+        said = ", ".join(f"{count} {reason}" for reason, count in reasons)
+        for cause, count in Counter(f"{o.boundary}: {o.cause}" for o in outcomes).most_common(1):
+            said += f"; {count} of {len(self.records)} episodes failed by {cause}"
+        return said
+
 
 class Collector:
     """Runs the episodes of a step's groups within `max_concurrent` slots."""
