@@ -124,7 +124,7 @@ def test_the_version_is_printed(cli: Run) -> None:
 def test_an_unknown_verb_and_an_unknown_option_are_wrong_usage(cli: Run) -> None:
     code, _, err = cli("rnu")
     assert code == 2
-    assert "No such command 'rnu'" in err
+    assert "No such command 'rnu'. Did you mean 'run'?" in err
     code, _, err = cli("plugins", "--chekc")
     assert code == 2
     assert "--chekc" in err
@@ -261,8 +261,10 @@ def test_show_gives_keys_types_defaults_and_descriptions(toys: Path, cli: Run) -
 
 def test_show_of_an_unknown_name_gives_the_nearest(toys: Path, cli: Run) -> None:
     assert cli("show", "learnr")[::2] == (
-        2, "rollhook: no component or section of a recipe is called 'learnr'; did you mean 'learner'?\n",
+        2, "rollhook: no component or section of a recipe is called 'learnr'; did you mean 'learner'?"
+        "; `rollhook plugins` lists components, `rollhook show recipe` the keys of a recipe\n",
     )  # fmt: skip
+    assert "did you mean 'budgets'?" in cli("show", "budget")[2]
     assert "sandboxes here: absent, bare, box, wrapper" in cli("show", "sandbox.bx")[2]
 
 
@@ -278,7 +280,7 @@ def test_a_site_problem_does_not_decide_the_exit_code(toys: Path, cli: Run) -> N
     code, out, _ = cli("check", "base.yaml", "gateway.token=env:TOY_ABSENT", "--site", "here")
     assert code == 0
     assert out.splitlines()[0] == "On this machine:"
-    assert out.splitlines()[-1] == "base.yaml: sound, but this machine lacks something (1 problem)"
+    assert out.splitlines()[-1] == "base.yaml: nothing wrong in itself, but 1 problem on this machine"
 
 
 def test_check_speaks_json(toys: Path, cli: Run) -> None:

@@ -143,5 +143,7 @@ def test_a_source_is_a_directory_a_pack_or_an_environment(tmp_path: Path) -> Non
         "tasks_dir": str(tmp_path),
         "reward_key": "x",
     }
+    assert task_source("pack.pocket", "tbench2", {}) == task_source("pocket", "tbench2", {})
+    assert task_source("environment.tbench2", "x", {"split": "all"}) == {"use": "tbench2", "split": "all"}
     with pytest.raises(UsageError, match="'nowhere' is no directory, pack or environment; packs here: "):
         task_source("nowhere", "tbench2", {})

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import tomllib
@@ -85,9 +86,29 @@ def test_a_module_that_fails_to_import_breaks_only_recipes_that_name_it(site: Pa
     assert load([("agent", "ant")]).loaded() == [("agent", "ant")]
     assert message([("agent", "wasp")]) == (
         "rollhook-wasp 1.0 cannot be imported: rollhook_wasp fails with ModuleNotFoundError: "
-        "No module named 'no_such_sdk'\n"
-        "  reinstall or remove it: pip install --force-reinstall rollhook-wasp"
+        "No module named 'no_such_sdk' (rollhook_wasp.py, line 1)\n"
+        "  mend, reinstall or remove it: pip install --force-reinstall rollhook-wasp"
     )
+
+
+def test_what_fails_in_a_plugin_installed_for_editing_says_where_and_how_to_install_it_again(
+    site: Path,
+) -> None:
+    broken = (
+        "from rollhook import hookimpl\n\n\n@hookimpl\ndef rollhook_agents():\n    return [Component()]\n"
+    )
+    write_distribution(
+        site, "rollhook-wasp", entry_points={"agent.wasp": "wasp"}, modules={"wasp": "x = 1\ny = z\n"}
+    )
+    write_distribution(site, "rollhook-gnat", entry_points={"agent.gnat": "gnat"}, modules={"gnat": broken})
+    origin = {"url": "file:///home/me/my%20wasp", "dir_info": {"editable": True}}
+    (site / "rollhook_wasp-1.0.dist-info/direct_url.json").write_text(json.dumps(origin))
+    assert message([("agent", "wasp")]) == (
+        "rollhook-wasp 1.0 cannot be imported: wasp fails with NameError: name 'z' is not defined "
+        "(wasp.py, line 2)\n"
+        "  mend, reinstall or remove it: pip install -e '/home/me/my wasp'"
+    )
+    assert message([("agent", "gnat")]).endswith("name 'Component' is not defined (gnat.py, line 6)")
 
 
 def test_failures_can_be_collected_instead(site: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import Distribution, entry_points
+from importlib.metadata import Distribution, PackageNotFoundError, entry_points
 from pathlib import Path
 
 GROUP = "rollhook"
@@ -77,6 +77,19 @@ def known_plugins() -> Mapping[str, Mapping[str, str]]:
 
     text = resources.files("rollhook").joinpath("known_plugins.toml").read_text("utf-8")
     return tomllib.loads(text)
+
+
+def editable_directory(distribution: str) -> str:
+    """Return the directory that `pip install -e` installed a distribution from, else an empty string."""
+    import json
+    from urllib.parse import unquote, urlparse
+
+    try:
+        origin = json.loads(Distribution.from_name(distribution).read_text("direct_url.json") or "{}")
+        editable = origin.get("dir_info", {}).get("editable", False)
+    except (PackageNotFoundError, ValueError, AttributeError):
+        return ""
+    return unquote(urlparse(origin["url"]).path) if editable else ""
 
 
 def pip_command(distribution: str) -> str:

@@ -7,9 +7,13 @@ names. Everything that metadata can prove (duplicates, API range) is proven befo
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
+import shlex
+import traceback
 from collections.abc import Iterable, Mapping
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -106,8 +110,8 @@ class Plugins:
             raise LoadError(
                 Problem(
                     "",
-                    f"{kind} {name!r} cannot be used: {dotted} fails with {_short(error)}",
-                    hint=f"reinstall it: pip install --force-reinstall {self.distribution(kind, name)[0]}",
+                    f"{kind} {name!r} cannot be used: {dotted} fails with {_short(error)}{_where(error)}",
+                    hint=f"mend it, or reinstall it: {_reinstall(self.distribution(kind, name)[0])}",
                     scope="site",
                 )
             ) from error
@@ -165,8 +169,8 @@ class Plugins:
                 Problem(
                     "",
                     f"{entry.distribution} {entry.version} cannot be imported: {entry.module} fails with "
-                    f"{_short(error)}",
-                    hint=f"reinstall or remove it: pip install --force-reinstall {entry.distribution}",
+                    f"{_short(error)}{_where(error)}",
+                    hint=f"mend, reinstall or remove it: {_reinstall(entry.distribution)}",
                 )
             ) from error
         if self.manager.is_registered(module):
@@ -214,7 +218,7 @@ def _call(entry: EntryInfo, hook: str, implementation: pluggy.HookImpl) -> list[
             Problem(
                 "",
                 f"{entry.distribution} {entry.version} is broken: {hook} of {entry.module} fails with "
-                f"{_short(error)}",
+                f"{_short(error)}{_where(error)}",
             )
         ) from error
 
@@ -303,3 +307,25 @@ def _a(kind: str) -> str:
 
 def _short(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def _where(error: BaseException) -> str:
+    """Return file and line of a plugin's own code where an import or a hook failed, in brackets."""
+    if isinstance(error, SyntaxError):
+        return ""  # its text ends with them
+    ours = {__file__, importlib.__file__}
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename not in ours and not frame.filename.startswith("<frozen importlib")
+    ]
+    return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+
+
+def _reinstall(distribution: str) -> str:
+    directory = metadata.editable_directory(distribution)
+    return (
+        f"pip install -e {shlex.quote(directory)}"
+        if directory
+        else f"pip install --force-reinstall {distribution}"
+    )

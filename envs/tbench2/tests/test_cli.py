@@ -90,3 +90,5 @@ def test_data_prepare_writes_a_pack_once(tmp_path: Path) -> None:
     assert first["path"] == second["path"]
     assert Path(first["path"]).is_relative_to(tmp_path / "cache")
     assert (Path(first["path"]) / "demos.jsonl").is_file()
+    again = CliRunner().invoke(app, [options[0], "pack.pocket", *options[2:]])
+    assert orjson.loads(again.stdout) == {**second, "seconds": orjson.loads(again.stdout)["seconds"]}

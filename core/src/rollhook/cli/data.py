@@ -34,6 +34,7 @@ def prepare(
 
     from rollhook import packs, plugins
 
+    name = name.removeprefix("pack.")
     loaded = plugins.load([("pack", name)])
     started = time.monotonic()
     pack = packs.build(name, parse_keys(keys), loaded)

@@ -60,7 +60,7 @@ class LazyCommand(TyperCommand):
             raise UsageError(f"the verb {self.name!r} is not available: {error}") from error
         if isinstance(found, typer.Typer):
             return typer.main.get_group(found)
-        wrapper = _typer()
+        wrapper = _typer(add_completion=False)
         wrapper.command(self.name)(found)
         return typer.main.get_command(wrapper)
 
@@ -80,6 +80,16 @@ class LazyGroup(TyperGroup):
         if len(found) > 1:
             raise UsageError(f"the verb {cmd_name!r} is claimed by {' and '.join(each[1] for each in found)}")
         return LazyCommand(cmd_name, found[0][0], f"(from {found[0][1]})") if found else None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the verb; for an unknown one say which may be meant."""
+        from rollhook.installed import nearest
+
+        verb = args[0]
+        if not verb.startswith("-") and not ctx.resilient_parsing and self.get_command(ctx, verb) is None:
+            near = nearest(verb, self.list_commands(ctx))
+            ctx.fail(f"No such command {verb!r}." + (f" Did you mean {near!r}?" if near else ""))
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the verb; interrupted, it ends with the exit code of a stopped run."""

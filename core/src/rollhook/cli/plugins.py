@@ -91,6 +91,12 @@ def _state(entry: EntryInfo) -> str:
     return "ok"
 
 
+def _sections() -> set[str]:
+    from rollhook.recipe.schema import Recipe
+
+    return {"recipe"} | {name for name in Recipe.model_fields if _section(name)}
+
+
 def _section(name: str) -> dict[str, tuple[str, type[BaseModel]]]:
     """Return the core's section of a recipe that has this name."""
     from rollhook.recipe.schema import Recipe
@@ -111,11 +117,12 @@ def _components(name: str) -> dict[str, tuple[str, type[BaseModel]]]:
     kind, dot, rest = name.partition(".")
     wanted = [(kind, rest)] if dot else [(e.kind, e.name) for e in entries if e.name == name]
     if not wanted:
-        names = sorted({e.full_name for e in entries} | {e.name for e in entries})
+        names = sorted({e.full_name for e in entries} | {e.name for e in entries} | _sections())
         near = nearest(name, names)
         raise UsageError(
             f"no component or section of a recipe is called {name!r}"
-            + (f"; did you mean {near!r}?" if near else "; `rollhook plugins` lists components")
+            + (f"; did you mean {near!r}?" if near else "")
+            + "; `rollhook plugins` lists components, `rollhook show recipe` the keys of a recipe"
         )
     loaded = load(wanted)
     found = {f"{kind}.{each}": loaded.component(kind, each) for kind, each in wanted}

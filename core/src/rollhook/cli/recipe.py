@@ -132,7 +132,7 @@ def _verdict(name: str, wrong: int, here: int, site: str) -> str:
     if wrong:
         return f"{name}: {_count(wrong)}" + (f", and {here} more on this machine" if here else "")
     if here:
-        return f"{name}: sound, but this machine lacks something ({_count(here)})"
+        return f"{name}: nothing wrong in itself, but {_count(here)} on this machine"
     return f"{name}: no problems" + ("" if site == "here" else " (this machine was not looked at)")
 
 

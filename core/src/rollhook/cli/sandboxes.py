@@ -26,6 +26,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+HEADER = ("BACKEND", "SANDBOX", "RUN", "EPISODE", "EXPIRES", "MAY BE REAPED")
+
 Runs = Annotated[
     list[str] | None, typer.Argument(metavar="[RUN]...", help="ids or paths; default: all runs known here")
 ]
@@ -53,13 +55,12 @@ def list_sandboxes(runs: Runs = None, backend: Backend = None, keys: Keys = None
     _with_backends(_backends(chosen, backend, keys), look)
     without = _open_leases(chosen) - {finding.lease.nonce for _, finding in found}
     if json:
-        rows = [{"backend": name, **dataclasses.asdict(finding)} for name, finding in found]
-        as_json({"sandboxes": rows, "open_leases_without_a_sandbox": sorted(without)})
+        facts = [{"backend": name, **dataclasses.asdict(finding)} for name, finding in found]
+        as_json({"sandboxes": facts, "open_leases_without_a_sandbox": sorted(without)})
         return
     now = time.time()
-    if found:
-        table([("BACKEND", "SANDBOX", "RUN", "EPISODE", "EXPIRES", "MAY BE REAPED")])
-    table([_row(name, finding, now) for name, finding in found])
+    rows = [_row(name, finding, now) for name, finding in found]
+    table([HEADER, *rows] if rows else [])
     typer.echo(f"{len(found)} sandboxes; {len(without)} open leases have none", err=True)
 
 

@@ -55,15 +55,16 @@ class TaskProof:
 def task_source(reference: str, environment: str, keys: Mapping[str, Any]) -> dict[str, Any]:
     """Return the environment section of a recipe for a directory, a pack or an environment by name.
 
-    `environment` is the one that reads directories and packs. Raises UsageError for an unknown name.
+    A name may stand after its kind, as `rollhook plugins` lists it. `environment` is the one that reads
+    directories and packs. Raises UsageError for an unknown name.
     """
     if os.path.isdir(reference):
         return {"use": environment, "tasks_dir": str(Path(reference).absolute()), **keys}
     names = {kind: [e.name for e in installed() if e.kind == kind] for kind in ("pack", "environment")}
-    if reference in names["pack"]:
-        return {"use": environment, "pack": {"use": reference}, **keys}
-    if reference in names["environment"]:
-        return {"use": reference, **keys}
+    if (pack := reference.removeprefix("pack.")) in names["pack"]:
+        return {"use": environment, "pack": {"use": pack}, **keys}
+    if (name := reference.removeprefix("environment.")) in names["environment"]:
+        return {"use": name, **keys}
     near = nearest(reference, [*names["pack"], *names["environment"]])
     raise UsageError(
         f"{reference!r} is no directory, pack or environment; "
