@@ -87,6 +87,7 @@ def is_third_party(name: str) -> bool:
 
 
 def test_the_core_imports_no_plugin_and_no_sdk() -> None:
+    """Invariant 9: the core imports no plugin."""
     allowed = declared(ROOT / "core") | {"rollhook"}
     wrong = []
     for path in modules(CORE):

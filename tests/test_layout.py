@@ -132,3 +132,9 @@ def test_modules_and_functions_are_short(path: Path) -> None:
             assert node.end_lineno is not None
             length = node.end_lineno - node.lineno + 1
             assert length <= MAX_FUNCTION_LINES, f"{node.name} has {length} lines"
+
+
+def test_every_invariant_has_a_test_that_names_it() -> None:
+    said = "".join(path.read_text() for path in ROOT.glob("**/tests/test_*.py") if ".venv" not in path.parts)
+    named = {int(number) for number in re.findall(r'"""Invariant (\d+)\b', said)}
+    assert named == set(range(1, 11))

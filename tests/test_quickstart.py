@@ -60,6 +60,7 @@ def wait_until_gone(tmp_path, seconds=20):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_short_quickstart_learns_and_leaves_nothing(tmp_path):
+    """Invariant 3: every prompt has an owner on disk; and it learns."""
     root = tmp_path / "runs"
     done = subprocess.run(
         command("run", "quickstart", *SHORT, f"storage.root={root}", "--run-id", "q", "--json"),
@@ -111,7 +112,7 @@ def every_prompt_has_an_owner(run):
 @pytest.mark.parametrize("times", [1, 2])
 def test_an_interrupt_drains_and_a_second_one_stops_and_nothing_is_left(tmp_path, times):
     root = tmp_path / "runs"
-    overrides = ["steps=500", "evaluation.every=0", "+needs.sft.overrides.1=steps=4", f"storage.root={root}"]
+    overrides = ["steps=500", "evaluation.every=0", "needs.sft.overrides=[steps=4]", f"storage.root={root}"]
     process = subprocess.Popen(
         command("run", "quickstart", *overrides, "--run-id", "q"),
         cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

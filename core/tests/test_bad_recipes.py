@@ -47,6 +47,7 @@ def what_check_says(case: Case, directory: Path) -> str:
 
 @pytest.mark.parametrize("case", read_table(), ids=lambda case: case.name.replace(" ", "-"))
 def test_a_bad_recipe_is_answered_with_all_that_is_wrong(case: Case, toys: Path) -> None:
+    """Invariant 8: failing early is free, and all at once."""
     assert what_check_says(case, toys) == case.messages
 
 

@@ -44,6 +44,7 @@ async def test_a_generation_has_one_logprob_and_one_version_per_token(engine, cl
 
 
 async def test_the_rank_travels_in_the_body(engine, client):
+    """Invariant 10: a worker is a URL and a rank, two fields."""
     await client.generate(Worker(engine.url, 3), REQUEST)
     await client.generate(engine.worker, REQUEST)
     assert engine.requests[0]["data_parallel_rank"] == 3

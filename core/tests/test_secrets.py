@@ -123,6 +123,7 @@ def test_a_sentinel_in_the_environment_is_found_nowhere(
     caplog: pytest.LogCaptureFixture,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
+    """Invariant 5: a secret is a reference."""
     caplog.set_level(logging.DEBUG)
     monkeypatch.setenv("TOY_TOKEN", SENTINEL)
     monkeypatch.setenv("TOY_PLACE", str(toys))

@@ -138,6 +138,7 @@ def test_a_leaf_knows_its_conversation_and_its_end():
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.integers(-1, 12), st.integers(0, 4)), min_size=1, max_size=12))
 def test_every_generated_token_trains_exactly_once(shape):
+    """Invariant 2: tokens are exact."""
     tree = Tree()
     nodes = []
     for number, (parent, tokens) in enumerate(shape):

@@ -86,6 +86,7 @@ async def test_a_task_without_a_solution_says_so(tmp_path: Path, local_box: Open
 async def test_neither_tests_nor_solution_are_there_while_the_agent_works(
     tmp_path: Path, local_box: OpenBox
 ) -> None:
+    """Invariant 6: the verifier's assets are out of the agent's reach."""
     files = {"solution/solve.sh": "#!/bin/sh\n", "environment/Dockerfile": "FROM x\nCOPY files/ /work/\n"}
     files |= {"environment/files/given.txt": "x", "tests/test.sh": f"{TEST}cat answer.txt\n"}
     search = (

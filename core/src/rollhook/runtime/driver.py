@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rollhook.checkpoints import Checkpoint, CheckpointStore
 from rollhook.engine.weights import WeightStore
 from rollhook.episode_store import EpisodeStore
-from rollhook.errors import UsageError
+from rollhook.errors import RunError, UsageError, first_of
 from rollhook.metrics_file import MetricsWriter
 from rollhook.observers import Observers
 from rollhook.records import Sample
@@ -25,6 +25,7 @@ from rollhook.runtime.progress import Display
 from rollhook.runtime.results import RunResult, Status
 from rollhook.runtime.rollout import batch_metrics
 from rollhook.runtime.seeds import derive
+from rollhook.runtime.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from rollhook.cluster import Cluster, Remote
@@ -71,21 +72,36 @@ class Driver:
         began = time.monotonic()
         attempt = await asyncio.to_thread(self.run_dir.claim)
         status: Status = "failed"
+        failure: BaseException | None = None
         try:
-            with self.display.running():
+            with self.display.running(), Watchdog(limit=1.0, report=True) as self.watchdog:
                 await self._attempt(attempt)
             status = (
                 "stopped" if self.drain.is_set() and self.result.steps < self.recipe.steps else "succeeded"
             )
-        except asyncio.CancelledError:
-            status = "stopped"
-            raise
-        finally:
-            self.result.status = status
-            self.result.seconds = time.monotonic() - began
-            self.result.write(self.run_dir.path)
-            attempt.finish(status)
+        except asyncio.CancelledError as error:
+            status, failure = "stopped", error
+        except BaseException as error:  # noqa: BLE001 - raised below, once the attempt is over
+            failure = first_of(error)
+        self.result.status = status
+        self.result.seconds = time.monotonic() - began
+        try:
+            self._conclude(attempt, status)
+        except RunError as error:
+            if failure is None:
+                raise
+            logger.warning("%s", error)
+        if failure is not None:
+            raise failure
         return self.result
+
+    def _conclude(self, attempt: Attempt, status: Status) -> None:
+        """Write how the attempt ended, unless a newer one has taken over the run."""
+        try:
+            attempt.assert_newest()
+            self.result.write(self.run_dir.path)
+        finally:
+            attempt.finish(status)
 
     async def _attempt(self, attempt: Attempt) -> None:
         async with AsyncExitStack() as stack:
@@ -225,6 +241,7 @@ class Driver:
                 metrics.update(await self._commit(trainer, attempt, done, {}))
             self.result.steps = done
             metrics["time/step"] = time.monotonic() - began
+            metrics["loop/longest_wait_seconds"] = self.watchdog.longest
             self._row(done, metrics)
             self.display.step(done, recipe.steps, metrics, every=max(1, recipe.steps // 20))
             if rollouts is not None and self._evaluates(done):

@@ -9,9 +9,11 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollhook.durable import write_atomic
 from rollhook.recipe.check import compose
 from rollhook.recipe.load import Loaded
 from rollhook.recipe.lock import digest, write_lock
+from rollhook.rundir import check_free
 from rollhook.runtime.progress import Display
 from rollhook.runtime.results import RunResult, finished_run
 
@@ -67,6 +69,8 @@ async def run_recipe(
     """
     loaded, plugins = await asyncio.to_thread(compose, source, overrides)
     root = storage_root(loaded)
+    if run_id is not None:
+        check_free(root, run_id)
     async with _cluster(root / ".cluster", display) as (cluster, stop):
         results = await _run_needs(loaded.recipe.needs, root, cluster, display, stop)
         if stop.drain.is_set():
@@ -133,7 +137,7 @@ async def _run(
     from rollhook.rundir import RunDir
 
     run = RunDir.create(storage_root(loaded), loaded.recipe.name, run_id=run_id)
-    run.recipe_path.write_text(loaded.text)
+    write_atomic(run.recipe_path, loaded.text.encode())
     write_lock(run.lock_path, loaded, plugins)
     return await _drive(loaded, plugins, run, cluster, display, stop)
 
