@@ -195,6 +195,11 @@ def test_a_verb_of_two_plugins_names_both(site: Path, cli: Run) -> None:
         ("KeyboardInterrupt", 3, "Stopped.\n"),
         ("__import__('rollhook.errors').errors.UsageError('not so')", 2, "rollhook: not so\n"),
         ("__import__('rollhook.errors').errors.EngineError('gone')", 1, "rollhook: gone\n"),
+        (
+            "ExceptionGroup('all', [ExceptionGroup('some', [OSError('full')])])",
+            1,
+            "rollhook: OSError: full (--debug shows where)\n",
+        ),
     ],
 )
 def test_errors_are_one_sentence_with_an_exit_code(

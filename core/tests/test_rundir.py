@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rollhook import rundir
 from rollhook.errors import RunError
 from rollhook.heartbeat import Heartbeat, moving, read_counter
-from rollhook.rundir import RunDir
+from rollhook.rundir import RunDir, check_free
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +71,17 @@ def test_a_run_id_never_starts_a_second_run(tmp_path: Path) -> None:
         RunDir.create(tmp_path / "one", "demo", run_id="demo")
     with pytest.raises(RunError, match=f"run demo exists at {tmp_path}/one/demo"):
         RunDir.create(tmp_path / "two", "demo", run_id="demo")
+
+
+def test_an_id_can_be_checked_before_there_is_a_run(tmp_path: Path) -> None:
+    assert check_free(tmp_path, "mine") == tmp_path / "mine"
+    assert not (tmp_path / "mine").exists()
+    RunDir.create(tmp_path, "name", run_id="mine")
+    for root in (tmp_path, tmp_path / "elsewhere"):
+        with pytest.raises(RunError, match=r"run mine exists at .*; choose another id"):
+            check_free(root, "mine")
+    with pytest.raises(RunError, match="is no run id"):
+        check_free(tmp_path, "../x")
 
 
 def test_a_run_is_found_by_id_and_by_path(tmp_path: Path) -> None:

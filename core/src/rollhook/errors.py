@@ -110,3 +110,10 @@ class Unsupported(UsageError):  # noqa: N818 - a state, not a fault of the progr
     """A feature that was asked for by name and that the chosen part does not have."""
 
     boundary = "unsupported"
+
+
+def first_of(error: BaseException) -> BaseException:
+    """Return what went wrong first: the first exception of a group (of groups), or the exception itself."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -52,6 +52,17 @@ def check_run_id(run_id: str) -> str:
     )
 
 
+def check_free(root: Path | str, run_id: str) -> Path:
+    """Return where a new run of this id would be; RunError when the id is malformed or taken."""
+    path = Path(root).expanduser().resolve() / check_run_id(run_id)
+    known = _indexed(run_id)
+    if known is not None and known != path and (known / "attempts").is_dir():
+        raise RunError(f"run {run_id} exists at {known}; choose another id")
+    if path.exists():
+        raise RunError(f"run {run_id} exists at {path}; choose another id")
+    return path
+
+
 @dataclass(frozen=True)
 class AttemptInfo:
     """What is on disk about an attempt, for readers; `status` is None while it runs or after a crash."""
@@ -109,20 +120,15 @@ class RunDir:
         `run_id` is used as given, else derived from the recipe's `name`. Raises RunError when the id is
         taken or malformed, or the directory cannot be written.
         """
-        base = Path(root).expanduser().resolve()
-        chosen = check_run_id(run_id) if run_id is not None else new_run_id(name)
-        known = _indexed(chosen)
-        if known is not None and known != base / chosen and (known / "attempts").is_dir():
-            raise RunError(f"run {chosen} exists at {known}; choose another id")
-        run = cls(base / chosen)
+        run = cls(check_free(root, run_id if run_id is not None else new_run_id(name)))
         try:
-            base.mkdir(parents=True, exist_ok=True)
+            run.path.parent.mkdir(parents=True, exist_ok=True)
             run.path.mkdir()
             for directory in (run.path / "attempts", run.checkpoints, run.episodes):
                 directory.mkdir()
-            fsync_directory(base)
+            fsync_directory(run.path.parent)
         except FileExistsError:
-            raise RunError(f"run {chosen} exists at {run.path}; choose another id") from None
+            raise RunError(f"run {run.run_id} exists at {run.path}; choose another id") from None
         except OSError as error:
             raise cannot_write(run.path, error) from error
         _enter_in_index(run, name)

@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import rollhook
-from rollhook.errors import RollhookError, UsageError
+from rollhook.errors import RollhookError, UsageError, first_of
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -116,8 +116,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     sys.exit(0)
 
 
-def _report(error: Exception) -> int:
+def _report(error: BaseException) -> int:
     """Say on stderr what is wrong, and return the exit code."""
+    error = first_of(error)
     if isinstance(error, RollhookError):
         typer.echo(f"rollhook: {error}" if "\n" not in str(error) else str(error), err=True)
         return EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILED

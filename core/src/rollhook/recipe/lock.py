@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import rollhook
+from rollhook.durable import write_atomic
 from rollhook.recipe import paths
 from rollhook.recipe.interpolate import resolve
 from rollhook.recipe.load import Deviation, Loaded, validate_core
@@ -63,7 +63,7 @@ def digest(loaded: Loaded, plugins: Plugins) -> str:
 
 
 def write_lock(path: Path, loaded: Loaded, plugins: Plugins) -> None:
-    """Write the lock, durably: a temporary file, fsync, rename."""
+    """Write the lock, durably; RunError when the disk is full or not writable."""
     import yaml
 
     distributions = dict(plugins.distribution(kind, name) for kind, name in plugins.loaded())
@@ -84,12 +84,7 @@ def write_lock(path: Path, loaded: Loaded, plugins: Plugins) -> None:
     }
     text = "# Written by Rollhook: the resolved recipe of one run. `rollhook drive` takes this file.\n"
     text += yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=110)
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    write_atomic(path, text.encode())
 
 
 def read_lock(document: Mapping[str, Any], name: str, overrides: Sequence[str]) -> Loaded:
