@@ -76,6 +76,11 @@ async def test_an_answer_has_sglangs_shape(client: TestClient[Any, Any]) -> None
         ({"input_ids": PROMPT, "sampling_params": [1]}, "sampling_params must be an object"),
         ({"input_ids": PROMPT, "sampling_params": {"temperature": -1}}, "temperature must be at least 0"),
         ({"input_ids": PROMPT, "sampling_params": {"temperature": "hot"}}, "temperature must be at least 0"),
+        ({"input_ids": PROMPT, "sampling_params": {"temperature": float("nan")}}, "at least 0, not nan"),
+        (
+            {"input_ids": PROMPT, "sampling_params": {"temperature": 10**400}},
+            "temperature must be at least 0",
+        ),
         ({"input_ids": PROMPT, "sampling_params": {"top_p": 0}}, "top_p must be above 0"),
         ({"input_ids": PROMPT, "sampling_params": {"top_k": 0}}, "top_k must be -1"),
         (
@@ -105,11 +110,33 @@ async def test_a_malformed_request_is_answered_with_a_sentence(
     assert (await get(client, "/health"))[0] == 200
 
 
-@pytest.mark.parametrize("raw", ["{", "[1]", '"x"'])
+@pytest.mark.parametrize("raw", ["{", "[1]", '"x"', "[" * 100_000], ids=["torn", "list", "text", "deep"])
 async def test_a_body_that_is_no_object_is_refused(client: TestClient[Any, Any], raw: str) -> None:
     async with client.post("/generate", data=raw) as response:
         assert response.status == 400
         assert "JSON" in (await response.json())["message"]
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-40, 1e300])
+async def test_an_extreme_temperature_still_gives_numbers(
+    client: TestClient[Any, Any], temperature: float
+) -> None:
+    params = {"max_new_tokens": 2, "temperature": temperature}
+    body = {"input_ids": PROMPT, "sampling_params": params, "return_logprob": True}
+    status, answer = await post(client, "/generate", body)
+    assert status == 200
+    parse_generation(answer)
+
+
+async def test_weights_that_are_no_numbers_are_said_in_words(
+    client: TestClient[Any, Any], server: Server
+) -> None:
+    for parameter in server.decoder.model.parameters():
+        parameter.data.fill_(float("nan"))
+    status, answer = await post(client, "/generate", {"input_ids": PROMPT})
+    assert status == 500
+    assert "give probabilities that are no numbers" in answer["message"]
+    assert (await get(client, "/health"))[0] == 200
 
 
 async def test_neutral_parameters_of_sglang_are_taken(client: TestClient[Any, Any]) -> None:

@@ -32,6 +32,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 PAUSE_MODES = ("abort", "retract", "in_place")
 HEALTH_SECONDS = 20.0
 MAX_BODY_BYTES = 64 * 1024 * 1024
+#: a temperature below it is greedy, as SGLang has it
+GREEDY_BELOW = 1e-6
 _PARAMETERS = frozenset(
     {
         "temperature",
@@ -111,6 +113,8 @@ class Server:
             raise
         if self.decoder.error is not None:
             return _error(503, f"the decode thread died: {self.decoder.error}")
+        if not all(map(math.isfinite, row.logprobs)):
+            return _error(500, f"the weights in {self.model_path} give probabilities that are no numbers")
         return _json(self._answer(row, bool(body.get("return_logprob", False))))
 
     async def health(self, request: web.Request) -> web.Response:
@@ -317,8 +321,9 @@ def _parameters(body: Mapping[str, Any]) -> dict[str, Any]:
     seed = given.get("sampling_seed")
     if seed is not None and type(seed) is not int:
         raise BadRequestError(f"sampling_params.sampling_seed must be an integer, not {seed!r}")
+    temperature = _number(given, "temperature", 1.0, lambda v: v >= 0, "at least 0")
     return {
-        "temperature": _number(given, "temperature", 1.0, lambda v: v >= 0, "at least 0"),
+        "temperature": 0.0 if temperature < GREEDY_BELOW else temperature,
         "top_p": _number(given, "top_p", 1.0, lambda v: 0 < v <= 1, "above 0 and at most 1"),
         "top_k": int(_number(given, "top_k", -1, lambda v: v == -1 or v >= 1, "-1 (all) or at least 1")),
         "max_new_tokens": int(_number(given, "max_new_tokens", 128, lambda v: v >= 1, "at least 1")),
@@ -337,10 +342,10 @@ def _number(
     if (
         isinstance(value, bool)
         or not isinstance(value, int | float)
-        or not math.isfinite(value)
+        or not abs(value) <= sys.float_info.max
         or not valid(value)
     ):
-        raise BadRequestError(f"sampling_params.{name} must be {allowed}, not {value!r}")
+        raise BadRequestError(f"sampling_params.{name} must be {allowed}, not {str(value)[:40]}")
     return value
 
 
@@ -350,7 +355,7 @@ async def _body(request: web.Request) -> dict[str, Any]:
         return {}
     try:
         body = json.loads(raw)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadRequestError(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise BadRequestError("the body must be a JSON object")
