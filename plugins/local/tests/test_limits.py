@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ class FakeGroup:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         real = Path.mkdir
 
-        def mkdir(path: Path, *args: int, **options: bool) -> None:
+        def mkdir(path: Path, *args: Any, **options: Any) -> None:
             real(path, *args, **options)
             if path.name.startswith("rollhook-"):
                 (path / "cgroup.procs").write_text("")

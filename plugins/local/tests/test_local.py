@@ -333,7 +333,7 @@ async def test_the_host_s_own_places_are_never_shown(tmp_path: Path, path: str) 
 
 
 async def test_further_paths_are_shown_read_only_or_made(tmp_path: Path) -> None:
-    keys = {"read_only": ["/var/lib/dpkg"], "writable": ["/data", "/opt/app"]}
+    keys: dict[str, Any] = {"read_only": ["/var/lib/dpkg"], "writable": ["/data", "/opt/app"]}
     for mode in ("bubblewrap", "unshare"):
         async with running(backend_of(tmp_path, mode=mode, **keys)) as sandbox:
             assert (await sandbox.exec(["test", "-f", "/var/lib/dpkg/status"], timeout=10)).ok
@@ -466,8 +466,8 @@ class Unlimited(LocalSandboxes):
         def rlimits(self, wanted: limits.Wanted) -> dict[str, list[int]]:
             return {}
 
-    _limits = _None()  # type: ignore[assignment]
-    _sized = True  # type: ignore[assignment]
+    _limits = _None()
+    _sized = True
 
     def _request(self, spec: SandboxSpec) -> dict[str, Any]:
         request = super()._request(spec)

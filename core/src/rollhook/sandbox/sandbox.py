@@ -9,15 +9,16 @@ import posixpath
 import secrets
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from rollhook.errors import RollhookError, SandboxDead, SandboxError
+from rollhook.errors import SandboxDead, SandboxError
 from rollhook.sandbox import scripts, transfer
 from rollhook.sandbox.backend import RawProcess, RawSandbox, SandboxSpec
 from rollhook.sandbox.output import Capture
+from rollhook.sandbox.results import Census, ExecResult, Spawned
+from rollhook.sandbox.streams import STDIN_CHUNK, drain, feed, pump, sliced, stop
 from rollhook.sandbox.transfer import TransferReport
 
 MAX_OUTPUT = 1 << 20
@@ -25,89 +26,11 @@ MAX_READ = 100 << 20
 MAX_TRANSFER = 4 << 30
 
 _KILL_SECONDS = 15.0
-_DRAIN_QUIET = 0.1
-_DRAIN_MOST = 2.0
-_STDIN_CHUNK = 1 << 18
 _RESENDS = 2
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class ExecResult:
-    """How a command ended; `exit_code` is None when it was killed for its timeout, 128 + n after signal n.
-
-    `stdout` and `stderr` hold at most the `max_output` that was asked for, each: the first half and the
-    last half of what was written when it was more (then `truncated`). `stdout_bytes` and `stderr_bytes`
-    count everything. `duration` is in seconds.
-    """
-
-    stdout: bytes
-    stderr: bytes
-    exit_code: int | None
-    timed_out: bool = False
-    truncated: bool = False
-    duration: float = 0.0
-    stdout_bytes: int = 0
-    stderr_bytes: int = 0
-
-    @property
-    def ok(self) -> bool:
-        """Whether the command ended by itself with exit code 0."""
-        return self.exit_code == 0
-
-    @property
-    def text(self) -> str:
-        """stdout as text; bytes that are not UTF-8 become U+FFFD."""
-        return self.stdout.decode("utf-8", "replace")
-
-    @property
-    def error_text(self) -> str:
-        """stderr as text; bytes that are not UTF-8 become U+FFFD."""
-        return self.stderr.decode("utf-8", "replace")
-
-
-@dataclass(frozen=True)
-class Census:
-    """What was still running when a sandbox was made quiet, all of it killed: (pid inside, command)."""
-
-    killed: Sequence[tuple[int, str]] = field(default_factory=tuple)
-
-
-class Spawned:
-    """A command that runs beside the caller, with its streams; ends at the latest with its sandbox."""
-
-    def __init__(self, process: RawProcess, kill: Callable[[], Awaitable[None]]) -> None:
-        self._process = process
-        self._kill = kill
-
-    def stdout(self) -> AsyncIterator[bytes]:
-        """Yield chunks until end of file; called once."""
-        return self._process.stdout()
-
-    def stderr(self) -> AsyncIterator[bytes]:
-        """Yield chunks until end of file; called once."""
-        return self._process.stderr()
-
-    async def write_stdin(self, data: bytes) -> None:
-        """Write and drain; BrokenPipeError once nobody reads."""
-        await self._process.write_stdin(data)
-
-    async def close_stdin(self) -> None:
-        """Signal end of file."""
-        await self._process.close_stdin()
-
-    async def wait(self) -> int:
-        """Return the exit code of the command itself (128 + n for signal n)."""
-        return await self._process.wait()
-
-    async def kill(self) -> None:
-        """Kill the command and everything that it started."""
-        await self._kill()
-
-    async def aclose(self) -> None:
-        """Drop the handle; the command goes on."""
-        await self._process.aclose()
+__all__ = ["Census", "ExecResult", "Sandbox", "Spawned", "TransferReport"]
 
 
 class Sandbox:
@@ -240,28 +163,7 @@ class Sandbox:
         started = self._clock()
         process, mark = await self._start(argv, cwd, env, user, stdin is not None)
         out, err = Capture(max_output), Capture(max_output)
-        pumps = [
-            asyncio.create_task(_pump(process.stdout(), out)),
-            asyncio.create_task(_pump(process.stderr(), err)),
-        ]
-        feeder = asyncio.create_task(_feed(process, stdin)) if stdin is not None else None
-        code: int | None = None
-        try:
-            try:
-                async with asyncio.timeout(timeout):
-                    code = await process.wait()
-            except TimeoutError:
-                await self._kill(mark)
-            await _drain(pumps, out, err)
-        except SandboxDead:
-            raise
-        except BaseException:
-            if code is None:
-                await self._kill_in_background(mark)
-            raise
-        finally:
-            await _stop([*pumps, *([feeder] if feeder else [])])
-            await process.aclose()
+        code = await self._run(process, mark, out, err, None if stdin is None else sliced(stdin), timeout)
         if code is not None and code >= 128 and not await self._raw.alive():
             raise SandboxDead(f"sandbox {self.id} ended while a command ran in it")
         return ExecResult(
@@ -274,6 +176,40 @@ class Sandbox:
             stdout_bytes=out.total,
             stderr_bytes=err.total,
         )
+
+    async def _run(
+        self,
+        process: RawProcess,
+        mark: str,
+        out: Capture,
+        err: Capture,
+        stdin: Iterable[bytes] | None,
+        timeout: float | None,
+    ) -> int | None:
+        """Serve the streams of a command until it ends; None after the timeout, when it has been killed."""
+        pumps = [
+            asyncio.create_task(pump(process.stdout(), out)),
+            asyncio.create_task(pump(process.stderr(), err)),
+        ]
+        feeders = [asyncio.create_task(feed(process, stdin))] if stdin is not None else []
+        code: int | None = None
+        try:
+            try:
+                async with asyncio.timeout(timeout):
+                    code = await process.wait()
+            except TimeoutError:
+                await self._kill(mark)
+            await drain(pumps, out, err)
+        except SandboxDead:
+            raise
+        except BaseException:
+            if code is None:
+                await self._kill_in_background(mark)
+            raise
+        finally:
+            await stop([*pumps, *feeders])
+            await process.aclose()
+        return code
 
     async def _kill_in_background(self, mark: str) -> None:
         """Kill while being cancelled: a second cancellation leaves the kill running."""
@@ -304,7 +240,7 @@ class Sandbox:
         process = await self._raw.start(scripts.kill_argv(mark, self._raw.own_pids))
         try:
             out, err = Capture(MAX_OUTPUT), Capture(4096)
-            await asyncio.gather(_pump(process.stdout(), out), _pump(process.stderr(), err))
+            await asyncio.gather(pump(process.stdout(), out), pump(process.stderr(), err))
             code = await process.wait()
         finally:
             await process.aclose()
@@ -394,30 +330,10 @@ class Sandbox:
     async def _unpack_into(self, remote: str, archive: BinaryIO) -> None:
         cwd = "/" if posixpath.isabs(remote) else None
         process, mark = await self._start(transfer.unpack_argv(remote), cwd, None, None, True)
+        archive.seek(0)
+        chunks = iter(lambda: archive.read(STDIN_CHUNK), b"")
         err = Capture(4096)
-        out = Capture(0)
-        pumps = [
-            asyncio.create_task(_pump(process.stdout(), out)),
-            asyncio.create_task(_pump(process.stderr(), err)),
-        ]
-        code: int | None = None
-        try:
-            archive.seek(0)
-            try:
-                while chunk := archive.read(_STDIN_CHUNK):
-                    await process.write_stdin(chunk)
-                await process.close_stdin()
-            except BrokenPipeError:
-                pass  # the exit code and stderr say why
-            code = await process.wait()
-            await _drain(pumps, out, err)
-        except BaseException:
-            if code is None:
-                await self._kill_in_background(mark)
-            raise
-        finally:
-            await _stop(pumps)
-            await process.aclose()
+        code = await self._run(process, mark, Capture(0), err, chunks, None)
         if code != 0:
             raise SandboxError(
                 f"sandbox {self.id}: unpacking failed with exit code {code}: "
@@ -429,7 +345,7 @@ class Sandbox:
         cwd = "/" if posixpath.isabs(remote) else None
         process, mark = await self._start(transfer.pack_argv(remote), cwd, None, None, False)
         err = Capture(1 << 18)
-        pump = asyncio.create_task(_pump(process.stderr(), err))
+        warnings = asyncio.create_task(pump(process.stderr(), err))
         code: int | None = None
         try:
             received = 0
@@ -441,13 +357,13 @@ class Sandbox:
                     )
                 archive.write(chunk)
             code = await process.wait()
-            await _drain([pump], err)
+            await drain([warnings], err)
         except BaseException:
             if code is None:
                 await self._kill_in_background(mark)
             raise
         finally:
-            await _stop([pump])
+            await stop([warnings])
             await process.aclose()
         said = err.value().decode("utf-8", "surrogateescape")
         transfer.check_packed(remote, code, said)
@@ -498,44 +414,3 @@ class Sandbox:
         if not path or "\0" in path:
             raise SandboxError(f"{path!r} is not a path", kind="user")
         return posixpath.join(self.spec.workdir, path)
-
-
-async def _pump(chunks: AsyncIterator[bytes], capture: Capture) -> None:
-    async for chunk in chunks:
-        capture.feed(chunk)
-
-
-async def _feed(process: RawProcess, data: bytes) -> None:
-    view = memoryview(data)
-    try:
-        for start in range(0, len(view), _STDIN_CHUNK):
-            await process.write_stdin(bytes(view[start : start + _STDIN_CHUNK]))
-        await process.close_stdin()
-    except BrokenPipeError:
-        pass  # a command need not read what it is given
-
-
-async def _drain(pumps: Sequence[asyncio.Task[None]], *captures: Capture) -> None:
-    """Wait for the end of the streams, but not for children that keep them open."""
-    waited = 0.0
-    while waited < _DRAIN_MOST:
-        before = sum(capture.total for capture in captures)
-        done, pending = await asyncio.wait(pumps, timeout=_DRAIN_QUIET)
-        for task in done:
-            task.result()
-        waited += _DRAIN_QUIET
-        if not pending or sum(capture.total for capture in captures) == before:
-            return
-
-
-async def _stop(tasks: Sequence[asyncio.Task[None]]) -> None:
-    pending = [task for task in tasks if not task.done()]
-    for task in pending:
-        task.cancel()
-    if pending:
-        await asyncio.wait(pending)
-    for task in tasks:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            if not isinstance(error, RollhookError):
-                raise error
-            logger.info("a stream ended early: %s", error)
