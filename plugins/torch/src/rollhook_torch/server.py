@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from rollhook_torch import quiet
+from rollhook_torch.generate_body import BadRequestError, parameters, prompt_ids
 
 if TYPE_CHECKING:
     from rollhook_torch.decode import Decoder, Request
@@ -32,35 +33,6 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 PAUSE_MODES = ("abort", "retract", "in_place")
 HEALTH_SECONDS = 20.0
 MAX_BODY_BYTES = 64 * 1024 * 1024
-#: a temperature below it is greedy, as SGLang has it
-GREEDY_BELOW = 1e-6
-_PARAMETERS = frozenset(
-    {
-        "temperature",
-        "top_p",
-        "top_k",
-        "max_new_tokens",
-        "stop_token_ids",
-        "sampling_seed",
-        "ignore_eos",
-        "skip_special_tokens",
-        "spaces_between_special_tokens",
-        "no_stop_trim",
-    }
-)
-_IGNORED_WHEN_NEUTRAL: Mapping[str, object] = {
-    "min_p": 0.0,
-    "frequency_penalty": 0.0,
-    "presence_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "min_new_tokens": 0,
-    "n": 1,
-    "stop": None,
-}
-
-
-class BadRequestError(ValueError):
-    """What the caller did wrong, in one sentence."""
 
 
 class Server:
@@ -243,13 +215,13 @@ class Server:
     def _row(self, body: Mapping[str, Any], future: asyncio.Future[None]) -> Request:
         from rollhook_torch.decode import Request
 
-        prompt = _prompt(body, self._vocab_size)
+        prompt = prompt_ids(body, self._vocab_size)
         context = self.decoder.context_length
         if len(prompt) >= context:
             raise BadRequestError(
                 f"input_ids has {len(prompt)} tokens, the model's context {context}: no room to generate"
             )
-        params = _parameters(body)
+        params = parameters(body)
         stops = frozenset(params["stop_token_ids"]) | (frozenset() if params["ignore_eos"] else self._eos)
         loop = future.get_loop()
 
@@ -290,63 +262,6 @@ class Server:
         if with_logprobs:
             meta["output_token_logprobs"] = [[p, i, None] for p, i in zip(row.logprobs, row.ids, strict=True)]
         return {"text": "", "output_ids": row.ids, "meta_info": meta}
-
-
-def _prompt(body: Mapping[str, Any], vocab_size: int) -> list[int]:
-    if body.get("stream"):
-        raise BadRequestError("this server does not stream; leave `stream` out")
-    ids = body.get("input_ids")
-    if ids is None:
-        raise BadRequestError("input_ids is missing: this server takes token ids, not text")
-    if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
-        raise BadRequestError("input_ids must be one list of at least one integer")
-    if min(ids) < 0 or max(ids) >= vocab_size:
-        raise BadRequestError(f"input_ids holds ids outside 0 to {vocab_size - 1}")
-    return ids
-
-
-def _parameters(body: Mapping[str, Any]) -> dict[str, Any]:
-    given = body.get("sampling_params") or {}
-    if not isinstance(given, dict):
-        raise BadRequestError("sampling_params must be an object")
-    for name, value in given.items():
-        if name in _PARAMETERS or (
-            name in _IGNORED_WHEN_NEUTRAL and value in (None, [], _IGNORED_WHEN_NEUTRAL[name])
-        ):
-            continue
-        raise BadRequestError(f"sampling_params.{name} = {value!r} is not supported by this server")
-    stops = given.get("stop_token_ids") or []
-    if not isinstance(stops, list) or not all(type(i) is int for i in stops):
-        raise BadRequestError("sampling_params.stop_token_ids must be a list of integers")
-    seed = given.get("sampling_seed")
-    if seed is not None and type(seed) is not int:
-        raise BadRequestError(f"sampling_params.sampling_seed must be an integer, not {seed!r}")
-    temperature = _number(given, "temperature", 1.0, lambda v: v >= 0, "at least 0")
-    return {
-        "temperature": 0.0 if temperature < GREEDY_BELOW else temperature,
-        "top_p": _number(given, "top_p", 1.0, lambda v: 0 < v <= 1, "above 0 and at most 1"),
-        "top_k": int(_number(given, "top_k", -1, lambda v: v == -1 or v >= 1, "-1 (all) or at least 1")),
-        "max_new_tokens": int(_number(given, "max_new_tokens", 128, lambda v: v >= 1, "at least 1")),
-        "stop_token_ids": stops,
-        "sampling_seed": seed,
-        "ignore_eos": bool(given.get("ignore_eos", False)),
-    }
-
-
-def _number(
-    given: Mapping[str, Any], name: str, default: float, valid: Callable[[float], bool], allowed: str
-) -> float:
-    value = given.get(name)
-    if value is None:
-        return default
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not abs(value) <= sys.float_info.max
-        or not valid(value)
-    ):
-        raise BadRequestError(f"sampling_params.{name} must be {allowed}, not {str(value)[:40]}")
-    return value
 
 
 async def _body(request: web.Request) -> dict[str, Any]:
