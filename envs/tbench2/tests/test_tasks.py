@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,6 +49,8 @@ def tbench2(root: Path, **keys: object) -> TBench2:
         ({"tests/test.sh": None}, "tests/test.sh: missing"),
         ({"tests/test.sh": ""}, "tests/test.sh: empty"),
         ({"instruction.md": "x" * (1 << 20) + "y"}, "instruction.md: larger than 1 MiB"),
+        ({"task.toml": "#" * (1 << 20) + "#"}, "task.toml: larger than 1 MiB"),
+        ({"task.toml": "a = " + "[" * 100_000}, "task.toml: not TOML: it is nested too deep"),
         (
             {"environment/docker-compose.yaml": "services: {}"},
             "environment/docker-compose.yaml: Docker Compose: not supported",
@@ -279,3 +283,38 @@ def test_the_prompt_is_the_recipes_else_the_packs_else_the_contract(tmp_path: Pa
     (tmp_path / "pack.json").write_text('{"system_prompt": "Be brief."}')
     assert prompt() == "Be brief."
     assert prompt(system_prompt="Mine.") == "Mine."
+
+
+def test_a_directory_that_cannot_be_read_has_its_problem_and_harms_no_other(tmp_path: Path) -> None:
+    write_task(tmp_path, "good")
+    deep = os.open(write_task(tmp_path, "deep"), os.O_RDONLY)
+    for _ in range(1500):
+        os.mkdir("d", dir_fd=deep)
+        below = os.open("d", os.O_RDONLY, dir_fd=deep)
+        os.close(deep)
+        deep = below
+    os.close(deep)
+    tasks = read_task_set(tmp_path, {}).tasks
+    subprocess.run(["rm", "-rf", tmp_path / "deep"], check=True)  # too deep for shutil as well
+    assert tasks["good"].problem is None
+    assert tasks["deep"].problem == "the directory cannot be read: is nested too deep"
+
+
+def test_a_link_to_a_name_that_is_no_text_counts_with_its_bytes(tmp_path: Path) -> None:
+    first, second = write_task(tmp_path, "first"), write_task(tmp_path, "second")
+    (first / "link").symlink_to(os.fsdecode(b"\xff"))
+    (second / "link").symlink_to(os.fsdecode(b"\xfe"))
+    tasks = read_task_set(tmp_path, {}).tasks
+    assert tasks["first"].problem is None
+    assert tasks["first"].digest != tasks["second"].digest
+
+
+def test_a_huge_file_beside_the_dockerfile_is_not_held_in_memory(tmp_path: Path) -> None:
+    task = write_task(tmp_path, "t", **{"environment/Dockerfile": "FROM x\n"})
+    with (task / "environment" / "disk.img").open("wb") as file:
+        file.truncate(64 << 20)
+    tracemalloc.start()
+    assert read_task(task).problem is None
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 16 << 20

@@ -133,6 +133,8 @@ def parse_task_toml(text: str) -> tuple[TaskToml | None, list[TaskProblem]]:
         return None, [
             TaskProblem(FILE, "", int(line[1]) if line else text.count("\n") + 1, f"not TOML: {error}")
         ]
+    except RecursionError:
+        return None, [TaskProblem(FILE, "", 0, "not TOML: it is nested too deep")]
     problems = [
         TaskProblem(FILE, path, line_of(text, path.split(".")), reason)
         for path, reason in [*_take_legacy(raw), *_take_unsupported(raw)]

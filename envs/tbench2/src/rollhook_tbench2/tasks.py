@@ -22,8 +22,11 @@ from rollhook_tbench2.task_toml import TaskToml, parse_task_toml
 _IGNORED = ("__pycache__", ".DS_Store")
 #: seconds of the budget node `verify` beyond the verifier's own, for staging and reading
 STAGING_SECONDS = 30.0
-#: bytes of an instruction above which it is taken for a mistake
-_MAX_INSTRUCTION = 1 << 20
+#: bytes of a file that we read above which it is taken for a mistake
+_MAX_BYTES = 1 << 20
+#: files that are not supported, and the files of a task that we read
+_COMPOSE = ("environment/docker-compose.yaml", "environment/docker-compose.yml")
+_OURS = ("task.toml", "instruction.md", "tests/test.sh", DOCKERFILE, *_COMPOSE)
 
 
 @dataclass(frozen=True)
@@ -75,9 +78,18 @@ def read_task_set(root: Path, extra_splits: Mapping[str, str | Sequence[str]]) -
 
 def read_task(directory: Path, split: str = "all") -> Task:
     """Read one task directory; what is wrong with it is in `problem`."""
-    digest, small = _hash(str(directory))
+    try:
+        digest, small = _hash(str(directory))
+    except (OSError, RecursionError) as error:
+        reason = "is nested too deep" if isinstance(error, RecursionError) else error.strerror
+        return Task(
+            directory.name, "", split, problem=f"the directory cannot be read: {reason}", payload=None
+        )
     problems = _layout_problems(small)
-    config, found = parse_task_toml(small.get("task.toml", b"").decode("utf-8", "replace"))
+    settings = small.get("task.toml", b"")
+    config, found = parse_task_toml(
+        settings.decode("utf-8", "replace") if len(settings) <= _MAX_BYTES else ""
+    )
     if "task.toml" in small:
         problems += found
     instruction = small.get("instruction.md", b"").decode("utf-8", "replace").strip()
@@ -119,11 +131,12 @@ def _layout_problems(small: Mapping[str, bytes]) -> list[TaskProblem]:
             problems.append(TaskProblem(name, "", 0, "missing"))
         elif not small[name].strip() and name != "task.toml":
             problems.append(TaskProblem(name, "", 0, "empty"))
-    if len(small.get("instruction.md", b"")) > _MAX_INSTRUCTION:
-        problems.append(TaskProblem("instruction.md", "", 0, "larger than 1 MiB"))
-    for name in ("docker-compose.yaml", "docker-compose.yml"):
-        if f"environment/{name}" in small:
-            problems.append(TaskProblem(f"environment/{name}", "", 0, "Docker Compose: not supported"))
+    problems += [
+        TaskProblem(name, "", 0, "larger than 1 MiB") for name in small if len(small[name]) > _MAX_BYTES
+    ]
+    problems += [
+        TaskProblem(name, "", 0, "Docker Compose: not supported") for name in _COMPOSE if name in small
+    ]
     return problems
 
 
@@ -136,7 +149,7 @@ def _copy_problems(directory: Path, dockerfile: Dockerfile) -> list[TaskProblem]
 
 
 def _hash(root: str) -> tuple[str, dict[str, bytes]]:
-    """Return the content hash of a directory (names, exec bits, bytes), and the files that we read.
+    """Return the content hash of a directory (names, exec bits, bytes), and the beginning of what we read.
 
     A symbolic link counts with its target's text; other special files with their kind alone.
     """
@@ -144,28 +157,18 @@ def _hash(root: str) -> tuple[str, dict[str, bytes]]:
     for path, mode in _walk(root, ""):
         full = f"{root}/{path}"
         if stat.S_ISLNK(mode):
-            digest.update(
-                b"l%s\0%s\0" % (path.encode("utf-8", "surrogateescape"), os.readlink(full).encode())
-            )
+            digest.update(b"l%s\0%s\0" % (os.fsencode(path), os.fsencode(os.readlink(full))))
         elif stat.S_ISREG(mode):
             kind = b"x" if mode & 0o100 else b"f"
-            if _is_ours(path):
-                with open(full, "rb") as file:
-                    small[path] = data = file.read()
-                content = hashlib.sha256(data).digest()
-            else:
-                with open(full, "rb") as file:
-                    content = hashlib.file_digest(file, "sha256").digest()
-            digest.update(kind + path.encode("utf-8", "surrogateescape") + b"\0" + content)
+            with open(full, "rb") as file:
+                content = hashlib.file_digest(file, "sha256").digest()
+                if path in _OURS:
+                    file.seek(0)
+                    small[path] = file.read(_MAX_BYTES + 1)
+            digest.update(kind + os.fsencode(path) + b"\0" + content)
         else:
-            digest.update(b"s" + path.encode("utf-8", "surrogateescape") + b"\0")
+            digest.update(b"s" + os.fsencode(path) + b"\0")
     return digest.hexdigest(), small
-
-
-def _is_ours(path: str) -> bool:
-    return path in ("task.toml", "instruction.md", "tests/test.sh") or (
-        path.startswith("environment/") and path.count("/") == 1
-    )
 
 
 def _walk(root: str, prefix: str) -> Iterator[tuple[str, int]]:
@@ -193,7 +196,7 @@ def _json_object(path: Path) -> dict[str, object]:
         return {}
     try:
         value = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise UsageError(f"{path} must hold a JSON object")
@@ -205,6 +208,7 @@ def _ids(value: str | Sequence[str]) -> list[str]:
         return list(value)
     try:
         lines = Path(value).read_text().splitlines()
-    except OSError as error:
-        raise UsageError(f"split file {value} cannot be read: {error.strerror}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise UsageError(f"split file {value} cannot be read: {reason}") from error
     return [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
