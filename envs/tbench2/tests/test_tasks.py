@@ -318,3 +318,12 @@ def test_a_huge_file_beside_the_dockerfile_is_not_held_in_memory(tmp_path: Path)
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert most < 16 << 20
+
+
+@pytest.mark.parametrize("name", [b"new\nline", b"\xff", b"\x1b[2J"])
+def test_a_name_that_cannot_be_printed_is_a_problem_and_shown_escaped(tmp_path: Path, name: bytes) -> None:
+    write_task(tmp_path, os.fsdecode(name))
+    (task,) = read_task_set(tmp_path, {}).tasks.values()
+    assert task.id.isprintable()
+    assert task.id.encode()
+    assert task.problem == "the directory's name is no printable text; rename it"

@@ -65,7 +65,8 @@ def read_task_set(root: Path, extra_splits: Mapping[str, str | Sequence[str]]) -
         )
     splits = {**_splits_file(root), **{name: _ids(value) for name, value in extra_splits.items()}}
     split_of = {task: name for name, ids in splits.items() for task in ids}
-    tasks = {path.name: read_task(path, split_of.get(path.name, "all")) for path in directories}
+    read = [read_task(path, split_of.get(path.name, "all")) for path in directories]
+    tasks = {task.id: task for task in read}
     for name, ids in splits.items():
         missing = [task for task in ids if task not in tasks]
         if missing:
@@ -78,6 +79,11 @@ def read_task_set(root: Path, extra_splits: Mapping[str, str | Sequence[str]]) -
 
 def read_task(directory: Path, split: str = "all") -> Task:
     """Read one task directory; what is wrong with it is in `problem`."""
+    if not directory.name.isprintable():
+        shown = directory.name.encode("unicode_escape", "surrogatepass").decode()
+        return Task(
+            shown, "", split, problem="the directory's name is no printable text; rename it", payload=None
+        )
     try:
         digest, small = _hash(str(directory))
     except (OSError, RecursionError) as error:
@@ -172,7 +178,9 @@ def _hash(root: str) -> tuple[str, dict[str, bytes]]:
 
 
 def _walk(root: str, prefix: str) -> Iterator[tuple[str, int]]:
-    for entry in sorted(os.scandir(f"{root}/{prefix}" if prefix else root), key=lambda entry: entry.name):
+    with os.scandir(f"{root}/{prefix}" if prefix else root) as entries:
+        found = sorted(entries, key=lambda entry: entry.name)
+    for entry in found:
         path = f"{prefix}{entry.name}"
         if entry.name in _IGNORED:
             continue
