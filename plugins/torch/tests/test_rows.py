@@ -95,6 +95,7 @@ def test_rows_that_no_session_could_have_recorded_are_refused(
     ("line", "reason"),
     [
         ("{not json", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
         ("[1, 2]", "must be a JSON object"),
         ("{}", "`messages` must be a list of at least one message"),
         ('{"messages": []}', "`messages` must be a list of at least one message"),

@@ -70,7 +70,7 @@ def _jsonl(path: Path) -> Iterator[Row]:
             where = f"{path}, line {number}"
             try:
                 value = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise TrainerError(f"{where}: is not JSON: {error}", kind="user") from error
             if not isinstance(value, dict):
                 raise TrainerError(f"{where}: must be a JSON object", kind="user")
