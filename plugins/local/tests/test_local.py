@@ -6,7 +6,9 @@ import asyncio
 import json
 import logging
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -25,6 +27,7 @@ from rollhook.testing.sandbox_case import MakeBackend, eventually
 from rollhook.testing.sandbox_life import IsolationCases, LimitCases
 from rollhook_local import LocalLauncherConfig, LocalSandboxConfig, limits, state
 from rollhook_local.backend import LocalSandboxes
+from rollhook_local.keeper_client import _launch
 from rollhook_local.launcher import LocalLauncher
 from rollhook_local.programs import which
 
@@ -168,6 +171,22 @@ async def test_sandboxes_end_with_a_driver_that_is_killed(tmp_path: Path, own_re
         await other.delete(info.id)
     assert await other.list({}) == []
     assert not any(Path(group).exists() for record in records for group in record.groups)
+
+
+def test_a_keeper_whose_driver_is_killed_with_answers_unread_ends_quietly(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.settimeout(10)
+    process = _launch(theirs)
+    theirs.close()
+    ours.send(b'{"isolate": false}')
+    assert b"many_ids" in ours.recv(4096)
+    ours.send(b'{"op": "delete", "r": 1, "id": "none"}')
+    assert select.select([ours], [], [], 10)[0]
+    ours.close()
+    assert process.wait(10) == 0
+    assert capfd.readouterr().err == ""
 
 
 async def test_starting_clears_what_ended_without_being_deleted(tmp_path: Path, own_records: Path) -> None:

@@ -83,7 +83,10 @@ class Keeper:
     # the wire
 
     def _receive(self) -> None:
-        data, fds, _, _ = socket.recv_fds(self._sock, _MESSAGE, _MOST_FDS, linux_cmsg_cloexec())
+        try:
+            data, fds, _, _ = socket.recv_fds(self._sock, _MESSAGE, _MOST_FDS, linux_cmsg_cloexec())
+        except ConnectionResetError:  # the driver was killed and had not read all that was sent to it
+            data, fds = b"", []
         if not data:
             self._unwatch(self._sock.fileno())
             self._over = not self._detached
