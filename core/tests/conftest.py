@@ -19,7 +19,7 @@ TOY_NAMES = """
 environment.room agent.talker agent.worker agent.cheat agent.idle sandbox.box sandbox.bare sandbox.wrapper
 sandbox.absent router.spread router.stick engine.generator engine.text trainer.learner trainer.tuner
 launcher.here tracker.log pack.sand plugin.watcher
-""".split()
+""".split()  # noqa: SIM905
 
 BASE = """\
 name: base

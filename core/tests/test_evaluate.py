@@ -69,3 +69,8 @@ def test_the_one_sided_test_agrees_with_a_table():
     assert one_sided_p(Rate(100, 200), Rate(120, 200)) == pytest.approx(0.02221, abs=1e-4)
     assert one_sided_p(Rate(120, 200), Rate(100, 200)) == pytest.approx(1 - 0.02221, abs=1e-4)
     assert one_sided_p(Rate(0, 10), Rate(0, 10)) == 1.0
+
+
+def test_a_rate_without_a_verdict_is_no_zero():
+    assert str(Rate(0, 0, 5)) == "no verdict"
+    assert str(Rate(3, 4)) == "0.750 ± 0.217"

@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollhook.environment import Task
+from rollhook.errors import RollhookError
 from rollhook.recipe.schema import Rollout
 from rollhook.records import EpisodeRecord, Group, Outcome, Sample
 from rollhook.runtime.episode import EpisodeResult
-from rollhook.runtime.rollout import Batch, Collector, Prompt, batch_metrics, permute_rewards
+from rollhook.runtime.rollout import Batch, Collector, Prompt, VerdictWatch, batch_metrics, permute_rewards
 
 TASK = Task("t1", "d1", "train", "sort")
 
@@ -157,3 +158,13 @@ def test_permuting_keeps_the_rewards_of_a_batch_and_moves_them_with_their_sample
 
 def test_metrics_of_an_empty_batch():
     assert batch_metrics(Batch())["rollout/episodes"] == 0
+
+
+async def test_steps_in_a_row_without_a_verdict_end_the_run_and_say_why():
+    watch = VerdictWatch(limit=3)
+    _, broken = await collect([BROKEN], refill_limit=0)
+    _, sound = await collect([FAIL])
+    for batch in (broken, broken, sound, broken, broken):
+        watch.check(batch)
+    with pytest.raises(RollhookError, match=r"last 3 steps came to a verdict .*sandbox: gone"):
+        watch.check(broken)

@@ -23,7 +23,7 @@ from rollhook.runtime.model import is_path, local_model
 from rollhook.runtime.parts import Parts, cache_directory
 from rollhook.runtime.progress import Display
 from rollhook.runtime.results import RunResult, Status
-from rollhook.runtime.rollout import batch_metrics
+from rollhook.runtime.rollout import Batch, VerdictWatch, batch_metrics
 from rollhook.runtime.seeds import derive
 from rollhook.runtime.watchdog import Watchdog
 
@@ -66,6 +66,7 @@ class Driver:
         self.result = RunResult(run.run_id, "failed", digest)
         self._version = FIRST_VERSION
         self._pending: list[str] = []
+        self._verdicts = VerdictWatch()
 
     async def run(self) -> RunResult:
         """Claim the next attempt and drive it to its end; raises what stopped it, after cleaning up."""
@@ -227,11 +228,12 @@ class Driver:
                 rollouts.observe(batch.groups)
                 metrics.update(batch_metrics(batch))
                 groups = batch.samples()
+                self._verdicts.check(batch)
                 if not groups:
                     logger.warning(
                         "step %d trains nothing: no group was accepted (%s)", step + 1, batch.why_rejected()
                     )
-                self._pending.extend(s.episode_id for group in groups for s in group)
+                self._pending.extend(dict.fromkeys(s.episode_id for group in groups for s in group))
                 self._journal_groups(attempt, step, batch)
             metrics.update(await self._train(trainer, groups, step, rollouts is None))
             done = step + 1
@@ -337,7 +339,7 @@ class Driver:
         self.observers.episode(record)
         self.display.episode(record)
 
-    def _journal_groups(self, attempt: Attempt, step: int, batch: Any) -> None:
+    def _journal_groups(self, attempt: Attempt, step: int, batch: Batch) -> None:
         for group, reason in batch.rejected:
             attempt.journal.append(
                 "group_rejected", step=step, group_id=group.group_id, task_id=group.task_id, reason=reason
@@ -365,6 +367,6 @@ def _line(evaluation: Evaluation) -> str:
     total = evaluation.total
     errors = f", {total.errors} errors not counted" if total.errors else ""
     return (
-        f"held-out at step {evaluation.step}, {evaluation.mode}: {total.value:.3f} ± {total.stderr:.3f} "
+        f"held-out at step {evaluation.step}, {evaluation.mode}: {total} "
         f"({total.passed} of {total.count}{errors}, {evaluation.seconds:.1f} s)"
     )

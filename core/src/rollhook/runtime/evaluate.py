@@ -27,6 +27,9 @@ class Rate:
         """The share that passed; 0 when nothing was counted."""
         return self.passed / self.count if self.count else 0.0
 
+    def __str__(self) -> str:
+        return f"{self.value:.3f} ± {self.stderr:.3f}" if self.count else "no verdict"
+
     @property
     def stderr(self) -> float:
         """The binomial standard error of `value`."""

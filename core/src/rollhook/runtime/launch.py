@@ -9,7 +9,9 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollhook.checkpoints import CheckpointStore
 from rollhook.durable import write_atomic
+from rollhook.errors import RunError
 from rollhook.recipe.check import compose
 from rollhook.recipe.load import Loaded
 from rollhook.recipe.lock import digest, write_lock
@@ -32,32 +34,37 @@ class Stop:
     def __init__(self, display: Display) -> None:
         self.drain = asyncio.Event()
         self._display = display
+        self._task: asyncio.Task[Any] | None = None
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Handle SIGINT and SIGTERM while the block runs; what is cancelled is the current task."""
-        task = asyncio.current_task()
-        loop = asyncio.get_running_loop()
-
-        def interrupt() -> None:
-            if not self.drain.is_set():
-                self.drain.set()
-                self._display.say("Stopping after the step under way; interrupt once more to stop at once.")
-            elif task is not None:
-                task.cancel()
-
-        def terminate() -> None:
-            self.drain.set()
-            if task is not None:
-                task.cancel()
-
-        loop.add_signal_handler(signal.SIGINT, interrupt)
-        loop.add_signal_handler(signal.SIGTERM, terminate)
+        self._task = asyncio.current_task()
+        self.handle()
         try:
             yield
         finally:
-            loop.remove_signal_handler(signal.SIGINT)
-            loop.remove_signal_handler(signal.SIGTERM)
+            for number in (signal.SIGINT, signal.SIGTERM):
+                asyncio.get_running_loop().remove_signal_handler(number)
+
+    def handle(self) -> None:
+        """Take the signals; once more after a library has taken them for itself."""
+        loop = asyncio.get_running_loop()
+        for number, act in ((signal.SIGINT, self._interrupt), (signal.SIGTERM, self._terminate)):
+            loop.remove_signal_handler(number)
+            loop.add_signal_handler(number, act)
+
+    def _interrupt(self) -> None:
+        if self.drain.is_set():
+            self._terminate()
+            return
+        self.drain.set()
+        self._display.say("Stopping after the step under way; interrupt once more to stop at once.")
+
+    def _terminate(self) -> None:
+        self.drain.set()
+        if self._task is not None:
+            self._task.cancel()
 
 
 async def run_recipe(
@@ -81,7 +88,15 @@ async def run_recipe(
 
 
 async def drive_run(run: RunDir, display: Display) -> RunResult:
-    """Drive the next attempt of a run whose lock is on disk."""
+    """Drive the first attempt of a run whose lock is on disk.
+
+    Raises RunError for a run that has committed steps: it cannot be resumed yet.
+    """
+    if CheckpointStore(run.checkpoints).newest() is not None:
+        raise RunError(
+            f"run {run.run_id} has committed steps and cannot be resumed yet; "
+            "start another with checkpoint.load_from set to its newest checkpoint"
+        )
     loaded, plugins = await asyncio.to_thread(compose, run.lock_path)
     async with _cluster(run.path / ".cluster", display) as (cluster, stop):
         return await _drive(loaded, plugins, run, cluster, display, stop)
@@ -101,6 +116,7 @@ async def _cluster(scratch: Path, display: Display) -> AsyncIterator[tuple[Clust
     with stop.watching():
         display.say("Starting Ray on this machine ...")
         cluster = await Cluster.start(scratch)
+        stop.handle()  # Ray's native code has put its own handler of SIGTERM there
         try:
             yield cluster, stop
         finally:

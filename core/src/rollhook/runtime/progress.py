@@ -124,9 +124,9 @@ def summary(evaluations: Sequence[Evaluation]) -> Table | None:
         for family, before, after in lines:
             rows.setdefault(family, []).extend(
                 [
-                    f"{before.value:.3f} ± {before.stderr:.3f}",
-                    f"{after.value:.3f} ± {after.stderr:.3f}",
-                    f"{after.value - before.value:+.3f}",
+                    str(before),
+                    str(after),
+                    f"{after.value - before.value:+.3f}" if before.count and after.count else "",
                 ]
             )
     if not rows:

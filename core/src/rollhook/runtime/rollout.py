@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from rollhook.engine import SamplingParams
 from rollhook.environment import Task
+from rollhook.errors import RollhookError
 from rollhook.records import EpisodeRecord, Group, Outcome, Sample
 from rollhook.runtime.episode import EpisodeRequest, EpisodeResult, EpisodeRunner
 from rollhook.runtime.seeds import derive
@@ -67,6 +68,22 @@ class Batch:
         for cause, count in Counter(f"{o.boundary}: {o.cause}" for o in outcomes).most_common(1):
             said += f"; {count} of {len(self.records)} episodes failed by {cause}"
         return said
+
+
+class VerdictWatch:
+    """Notices that something is broken, not just hard: steps in a row without one verdict."""
+
+    def __init__(self, limit: int = 3) -> None:
+        self._limit = limit
+        self._steps = 0
+
+    def check(self, batch: Batch) -> None:
+        """Take a step's batch; raises RollhookError when it is the last of `limit` without a verdict."""
+        judged = any(record.outcome.kind not in ("infra_error", "cancelled") for record in batch.records)
+        self._steps = 0 if judged else self._steps + 1
+        if self._steps >= self._limit:
+            why = batch.why_rejected()
+            raise RollhookError(f"no episode of the last {self._limit} steps came to a verdict ({why})")
 
 
 class Collector:

@@ -8,8 +8,10 @@ meets the host.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import errno
+import functools
 import itertools
 import os
 import posixpath
@@ -25,6 +27,14 @@ from rollhook.errors import SandboxDead, SandboxError
 from rollhook.sandbox import RawProcess, RawSandbox, SandboxBackend, SandboxInfo, SandboxSpec
 
 _CHUNK = 1 << 16
+
+
+@functools.cache
+def _base() -> str:
+    """Return the directory of this process's fake sandboxes, which goes when the process does."""
+    path = tempfile.mkdtemp(prefix="rollhook-fake-")
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return path
 
 
 class FakeProcess:
@@ -204,7 +214,7 @@ class FakeSandboxes(SandboxBackend):
 
     async def create(self, spec: SandboxSpec) -> RawSandbox:
         """Make a directory."""
-        root = Path(tempfile.mkdtemp(prefix="rollhook-fake-"))
+        root = Path(tempfile.mkdtemp(dir=_base()))
         for path in ("tmp", "root", spec.workdir.lstrip("/")):
             (root / path).mkdir(parents=True, exist_ok=True)
         sandbox = self.wrap(f"fake-{next(self._numbers)}", spec, root)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from rollhook.errors import TrainerError
+from rollhook.errors import TrainerError, UsageError
 from rollhook.records import Sample
 from rollhook.trainer import NativeTrainer
 from rollhook_torch import quiet
@@ -39,6 +39,20 @@ class TorchTrainer(NativeTrainer):
         from rollhook_torch.fresh import initialise
 
         initialise(model, Path(directory), seed)
+
+    @classmethod
+    def fetch_model(cls, name: str) -> Path:
+        """Return the directory of a model of the Hugging Face hub, from its cache or fetched."""
+        quiet.prepare()
+        from huggingface_hub import snapshot_download
+
+        try:
+            return Path(snapshot_download(name))
+        except Exception as error:
+            why = " ".join(str(error).split())
+            raise UsageError(
+                f"model.path: {name} is no directory here, and the hub did not give it: {why}"
+            ) from error
 
     def setup(self, model_dir: Path, *, total_steps: int, seed: int) -> None:
         """Load weights and make the optimizer."""
