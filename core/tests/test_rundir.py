@@ -247,7 +247,7 @@ async def test_a_driver_that_was_succeeded_writes_nothing_more(tmp_path: Path) -
 
 def test_a_read_only_directory_is_said_clearly(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunError, match=r"cannot be written: .*then resume the run"):
+    with pytest.raises(RunError, match=r"cannot be written: .*then run again"):
         RunDir.create(tmp_path / "file" / "runs", "demo")
 
 
