@@ -25,9 +25,7 @@ _WORDS = {
 def cannot_write(path: Path, error: OSError) -> RunError:
     """Return the error that says why `path` cannot be written and what to do."""
     why, remedy = _WORDS.get(error.errno or 0, (error.strerror or str(error), "look at the file system"))
-    return RunError(
-        f"{path} cannot be written: {why}; what is there is intact; {remedy}, then run again"
-    )
+    return RunError(f"{path} cannot be written: {why}; what is there is intact; {remedy}, then run again")
 
 
 def fsync_directory(path: Path) -> None:
