@@ -168,6 +168,17 @@ def change(**meta):
     return mangle
 
 
+def says(*ids):
+    """Answer with these ids, whatever was asked."""
+
+    def mangle(answer):
+        rows = [[-0.1, index, None] for index in ids]
+        answer["meta_info"] |= {"completion_tokens": len(ids), "output_token_logprobs": rows}
+        return {"meta_info": {k: v for k, v in answer["meta_info"].items() if k != "weight_versions"}}
+
+    return mangle
+
+
 def without(key):
     def mangle(answer):
         del answer["meta_info"][key]
@@ -188,6 +199,11 @@ def without(key):
         change(finish_reason={"type": "tired"}),
         change(finish_reason=None),
         change(weight_versions=[1]),
+        change(weight_versions=[1, 1, 1 << 31]),
+        change(weight_version="99999999999999999999"),
+        says(5, 1 << 40),
+        says(-5),
+        says(5, 5, 5, 5, 5),
         without("output_token_logprobs"),
         without("finish_reason"),
         without("completion_tokens"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,11 @@ class EngineClient:
         body = generate_body(request, worker.dp_rank)
         data = await self._call("POST", worker.url, "/generate", body, timeout=self._generate_timeout)
         try:
-            return parse_generation(data)
+            generation = parse_generation(data)
+            if len(generation.token_ids) > request.sampling.max_new_tokens:
+                count, most = len(generation.token_ids), request.sampling.max_new_tokens
+                raise ValueError(f"{count} tokens where at most {most} were asked for")
+            return generation
         except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
             raise EngineError(
                 f"{worker.url}/generate answered outside the protocol: {type(error).__name__}: {error}",
@@ -204,13 +208,17 @@ def parse_generation(data: Any) -> Generation:
     versions = meta.get("weight_versions")
     if versions is not None and len(versions) != len(ids):
         raise ValueError(f"{len(versions)} weight_versions for {len(ids)} tokens")
+    numbers = None if versions is None else [int(version) for version in versions]
+    last = version_number(meta.get("weight_version"))
+    _check_range("token id", ids)
+    _check_range("weight version", [*(numbers or ()), last or 0])
     queue = meta.get("queue_time")
     return Generation(
         token_ids=ids,
         logprobs=logprobs,
         finish_reason=kind,
-        weight_version=version_number(meta.get("weight_version")),
-        versions=None if versions is None else [int(version) for version in versions],
+        weight_version=last,
+        versions=numbers,
         queue_seconds=None if queue is None else max(0.0, float(queue)),
         cached_tokens=int(meta.get("cached_tokens") or 0),
         meta={key: meta[key] for key in ("e2e_latency", "prompt_tokens") if key in meta},
@@ -226,6 +234,13 @@ def _check_tokens(data: Any, meta: Any, ids: list[int], logprobs: list[float]) -
     output = data.get("output_ids")
     if output is not None and list(output) != ids:
         raise ValueError("output_ids are not the ids of output_token_logprobs")
+
+
+def _check_range(what: str, numbers: Sequence[int]) -> None:
+    """Raise ValueError for a number that does not fit where such numbers are kept, int32."""
+    for number in numbers:
+        if not 0 <= number < 1 << 31:
+            raise ValueError(f"{what} {number} is out of range")
 
 
 def version_number(version: Any) -> int | None:

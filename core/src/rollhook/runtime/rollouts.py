@@ -14,7 +14,7 @@ from rollhook.durable import to_json, write_atomic
 from rollhook.engine import Engine, SamplingParams
 from rollhook.engine.client import EngineClient
 from rollhook.environment import Environment, Task
-from rollhook.errors import EngineError, UsageError
+from rollhook.errors import EngineError, UsageError, first_of
 from rollhook.records import Group
 from rollhook.router import Worker
 from rollhook.routing import build_chain
@@ -92,10 +92,13 @@ class Rollouts:
             raise UsageError("a recipe that asks a policy needs an engine")
         self._engine = self._parts.build("engine", recipe.engine, "engine")
         self._stack.push_async_callback(self._engine.stop)
-        renderer_task = asyncio.to_thread(self._renderer, model_dir)
-        self._workers, renderer = await asyncio.gather(
-            _listed(self._engine.start(placement, model_dir, version)), renderer_task
-        )
+        try:
+            async with asyncio.TaskGroup() as starting:
+                engines = starting.create_task(_listed(self._engine.start(placement, model_dir, version)))
+                rendering = starting.create_task(asyncio.to_thread(self._renderer, model_dir))
+        except ExceptionGroup as errors:
+            raise first_of(errors) from None
+        self._workers, renderer = engines.result(), rendering.result()
         self._weights = (model_dir, version)
         self._client = EngineClient()
         self._stack.push_async_callback(self._client.aclose)

@@ -323,6 +323,7 @@ class PolicyClient:
 
         An engine that does not answer the abort either is at fault: EngineError.
         """
+        asked = self._now()
         task = asyncio.ensure_future(self._client.generate(entry.worker, request))
         try:
             if not await self._within(task, clock, allowance=2 * entry.queue_seconds):
@@ -338,7 +339,7 @@ class PolicyClient:
             if not task.done():
                 task.cancel()
                 self.abort_later(entry.worker, request.rid)
-        entry.queue_seconds = generation.queue_seconds or 0.0
+        entry.queue_seconds = min(generation.queue_seconds or 0.0, self._now() - asked)
         return generation
 
     async def _within(self, task: asyncio.Task[Generation], clock: Clock | None, allowance: float) -> bool:
