@@ -30,6 +30,8 @@ PRIVATE = {
 #: process 1: says that it is there and waits for the end of its input; an orphan's end interrupts the wait,
 #: and waiting for an empty subshell reaps it
 INIT = 'trap got=1 CHLD; echo ready; while got=; read -r line || [ "$got" ]; do (:); done'
+#: bytes of /dev/shm at most, as in Docker
+_SHARED_MEMORY = 64 << 20
 _SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 
 
@@ -53,7 +55,11 @@ def bubblewrap_argv(read_only: Sequence[str], size: int, *, sized: bool) -> list
     argv += ["--ro-bind", "/etc", "/etc"]
     for path in read_only:
         argv += ["--ro-bind", path, path]
-    return [*argv, "--proc", "/proc", "--dev", "/dev", "--chdir", "/", "/bin/sh", "-c", INIT]
+    argv += ["--proc", "/proc", "--dev", "/dev"]
+    if sized:  # bubblewrap's /dev has no size: files go to /dev/shm only
+        shared = str(min(size, _SHARED_MEMORY))
+        argv += ["--perms", "1777", "--size", shared, "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]  # noqa: S108 - inside
+    return [*argv, "--chdir", "/", "/bin/sh", "-c", INIT]
 
 
 def unshare_argv(read_only: Sequence[str], size: int) -> list[str]:
@@ -73,12 +79,13 @@ def unshare_argv(read_only: Sequence[str], size: int) -> list[str]:
         elif os.path.isdir(path):
             lines.append(f"mkdir {name}; bind {path}")
     lines += [
-        'shift; for path in "$@"; do',
+        'shared=$2; shift 2; for path in "$@"; do',
         '  if [ -d "$path" ]; then mkdir -p "./$path"; else mkdir -p "./${path%/*}"; : > "./$path"; fi',
         '  mount --rbind "$path" "./$path"; mount -o remount,bind,ro,nosuid,nodev "./$path"',
         "done",
         "mount -t proc -o nosuid,nodev,noexec proc proc",
         "mount -t tmpfs -o mode=0755,nosuid,size=1m tmpfs dev; mkdir dev/pts dev/shm",
+        "mount -t tmpfs -o mode=1777,nosuid,nodev,size=$shared tmpfs dev/shm",
         "for name in null zero full random urandom tty; do",
         "  : > dev/$name; mount --bind /dev/$name dev/$name; done",
         "mount -t devpts -o newinstance,ptmxmode=0666,mode=620 devpts dev/pts",
@@ -92,4 +99,15 @@ def unshare_argv(read_only: Sequence[str], size: int) -> list[str]:
     ]
     script = "\n".join(lines)
     argv = ["unshare", "--mount", "--pid", "--net", "--ipc", "--uts", "--fork", "--kill-child"]
-    return [*argv, "--propagation", "private", "/bin/sh", "-c", script, "sh", str(size), *read_only]
+    return [
+        *argv,
+        "--propagation",
+        "private",
+        "/bin/sh",
+        "-c",
+        script,
+        "sh",
+        str(size),
+        str(min(size, _SHARED_MEMORY)),
+        *read_only,
+    ]

@@ -89,24 +89,39 @@ def remove(root: int, path: str) -> bool:
 
 
 def _remove_tree(name: str, parent: int) -> None:
-    """Remove a directory, following no link; depth is bounded by descriptors, not by the stack."""
-    opened = [
-        (name, os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent))
-    ]
+    """Remove a directory, following no link; depth is bounded by descriptors, not by the stack.
+
+    Every directory is listed once: an agent that made very many must not hold up the other sandboxes.
+    """
+    opened: list[tuple[str, int, list[str]]] = []
+    inner: str | None = name
     try:
-        while opened:
-            name, directory = opened[-1]
-            for entry in os.listdir(directory):
-                try:
-                    os.unlink(entry, dir_fd=directory)
-                except IsADirectoryError:
-                    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-                    opened.append((entry, os.open(entry, flags, dir_fd=directory)))
-                    break
-            else:
+        while inner is not None or opened:
+            if inner is not None:
+                flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+                directory = os.open(inner, flags, dir_fd=opened[-1][1] if opened else parent)
+                opened.append((inner, directory, []))
+                opened[-1][2].extend(_emptied(directory))
+            name, directory, full = opened[-1]
+            inner = full.pop() if full else None
+            if inner is None:
                 os.close(directory)
                 opened.pop()
                 os.rmdir(name, dir_fd=opened[-1][1] if opened else parent)
     finally:
-        for _, directory in opened:
+        for _, directory, _ in opened:
             os.close(directory)
+
+
+def _emptied(directory: int) -> list[str]:
+    """Remove what can be removed at once; return the directories that hold something."""
+    full = []
+    for entry in os.listdir(directory):
+        try:
+            os.unlink(entry, dir_fd=directory)
+        except IsADirectoryError:
+            try:
+                os.rmdir(entry, dir_fd=directory)
+            except OSError:
+                full.append(entry)
+    return full

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import array
+import contextlib
 import ctypes
 import fcntl
 import os
@@ -33,6 +35,17 @@ _SYS_PIVOT_ROOT = 155 if platform.machine() == "x86_64" else 41
 #: kill, setgid, setuid, setpcap, net_bind_service, net_raw, sys_chroot, mknod, audit_write, setfcap
 _KEPT_CAPABILITIES = {0, 1, 3, 4, 5, 6, 7, 8, 10, 13, 18, 27, 29, 31}
 _LAST_CAPABILITY = 40
+
+#: add_key, request_key and keyctl, which no namespace divides: per architecture of a system call (native,
+#: then the older one that the machine runs too) the first and the last of them
+_KEY_CALLS = {
+    "x86_64": (317, [(0xC000003E, 248, 250), (0x40000003, 286, 288)]),
+    "aarch64": (277, [(0xC00000B7, 217, 219), (0x40000028, 309, 311)]),
+}
+_X32_BIT = 0x40000000
+_LOAD, _AND, _IF_EQUAL, _IF_AT_LEAST, _IF_ABOVE, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x25, 0x06
+_ALLOW, _REFUSE = 0x7FFF0000, 0x00050001  # the second: with EPERM
+_SECCOMP_SET_MODE_FILTER, _SECCOMP_FILTER_FLAG_SPEC_ALLOW = 1, 4
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -87,6 +100,50 @@ def drop_capabilities() -> None:
         if capability not in _KEPT_CAPABILITIES:
             _libc.prctl(_PR_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0)
     _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, ctypes.c_ulong(1), 0, 0, 0), "prctl")
+
+
+def forbid_keys() -> None:
+    """Refuse the kernel's keyrings from here on, as Docker does: they would pass from sandbox to sandbox.
+
+    Needs "no new privileges". Where the kernel has no filters, hardening is missed.
+    """
+    if platform.machine() not in _KEY_CALLS:
+        return
+    number, ((native, first, last), (older, older_first, older_last)) = _KEY_CALLS[platform.machine()]
+    steps = [
+        (_LOAD, 0, 0, 4),  # the architecture
+        (_IF_EQUAL, 0, 4, native),
+        (_LOAD, 0, 0, 0),  # the number of the call
+        (_AND, 0, 0, 0xFFFFFFFF ^ _X32_BIT),
+        (_IF_AT_LEAST, 0, 5, first),
+        (_IF_ABOVE, 4, 5, last),
+        (_IF_EQUAL, 0, 3, older),
+        (_LOAD, 0, 0, 0),
+        (_IF_AT_LEAST, 0, 1, older_first),
+        (_IF_ABOVE, 0, 1, older_last),
+        (_RETURN, 0, 0, _ALLOW),
+        (_RETURN, 0, 0, _REFUSE),
+    ]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
+    program = ctypes.create_string_buffer(struct.pack("@HP", len(steps), ctypes.addressof(code)))
+    with contextlib.suppress(OSError):
+        flags = ctypes.c_ulong(_SECCOMP_FILTER_FLAG_SPEC_ALLOW)
+        mode = ctypes.c_ulong(_SECCOMP_SET_MODE_FILTER)
+        _check(_libc.syscall(ctypes.c_long(number), mode, flags, program), "seccomp")
+
+
+def receive(sock: socket.socket, most: int, most_fds: int) -> tuple[bytes, list[int]]:
+    """Return a message and its descriptors, which no program inherits.
+
+    `socket.recv_fds` does not pass its flags on (Python 3.11): what it returns would reach every command.
+    """
+    fds = array.array("i")
+    space = socket.CMSG_LEN(most_fds * fds.itemsize)
+    data, ancillary, _, _ = sock.recvmsg(most, space, socket.MSG_CMSG_CLOEXEC)
+    for level, kind, content in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
+    return data, list(fds)
 
 
 def open_in_root(root: int, path: str, flags: int, mode: int = 0) -> int:

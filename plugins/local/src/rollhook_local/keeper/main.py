@@ -29,6 +29,8 @@ _MESSAGE = 1 << 17
 _MOST_FDS = 16
 _KILL_ROUNDS_SECONDS = 10.0
 _CREATE_SECONDS = 30.0
+#: of what was killed: how many are told, and the bytes of their names
+_MOST_NAMED, _NAMES_BYTES = 500, 1 << 16
 
 
 class Keeper:
@@ -84,7 +86,7 @@ class Keeper:
 
     def _receive(self) -> None:
         try:
-            data, fds, _, _ = socket.recv_fds(self._sock, _MESSAGE, _MOST_FDS, linux_cmsg_cloexec())
+            data, fds = linux.receive(self._sock, _MESSAGE, _MOST_FDS)
         except ConnectionResetError:  # the driver was killed and had not read all that was sent to it
             data, fds = b"", []
         if not data:
@@ -221,18 +223,18 @@ class Keeper:
         found = box.census(mark)
         killed.update((pid, command) for pid, command in found if pid not in killed)
         if not found and not leaders:
-            rows = [[pid, command] for pid, command in list(killed.items())[:500]]
-            self._answer(answer, {"killed": rows})
+            self._answer(answer, {"killed": _listed(killed)})
             return
         if time.monotonic() > deadline:
             self._answer(answer, {"errno": errno.EBUSY, "error": f"{len(found)} processes do not end"})
             return
-        for pid in leaders:
-            os.kill(pid, signal.SIGKILL)
-        if mark or (len(found) < 16 and rounds < 4):
-            box.kill_inside([pid for pid, _ in found])
-        else:
-            self._kill_everything(box)
+        with contextlib.suppress(OSError):  # no process to be had, or the sandbox ends: the next round tells
+            for pid in leaders:
+                os.kill(pid, signal.SIGKILL)
+            if mark or (len(found) < 16 and rounds < 4):
+                box.kill_inside([pid for pid, _ in found])
+            else:
+                self._kill_everything(box)
         pause = 0.0005 * (rounds + 1)
         self._after(
             min(pause, 0.02), lambda: self._kill_round(box, mark, killed, deadline, rounds + 1, answer)
@@ -319,9 +321,13 @@ class _DeadError(Exception):
     pass
 
 
-def linux_cmsg_cloexec() -> int:
-    """Return the flag that keeps received descriptors from programs that are executed."""
-    return int(socket.MSG_CMSG_CLOEXEC)
+def _listed(killed: dict[int, str]) -> list[tuple[int, str]]:
+    """Return what fits into a message: the agent chose the names, and how long they are when escaped."""
+    rows, room = [], _NAMES_BYTES
+    for pid, command in itertools.islice(killed.items(), _MOST_NAMED):
+        room -= len(json.dumps(command))
+        rows.append((pid, command if room >= 0 else ""))
+    return rows
 
 
 def main() -> None:
