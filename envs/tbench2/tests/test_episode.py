@@ -266,3 +266,14 @@ async def test_a_large_tree_of_tests_arrives_whole(tmp_path: Path, local_box: Op
     task = write_task(tmp_path, **files)
     (task / "tests/link").symlink_to("data")
     assert (await judge(task, local_box)).reward == 1.0
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    ["mkfifo /logs", "ln -s /logs /logs", "ln -s /proc/1/root /logs", "ln -s /work /logs", "echo > /logs"],
+)
+async def test_a_spoilt_parent_of_the_verdict_does_not_spare_the_agent_a_zero(
+    tmp_path: Path, local_box: OpenBox, spoil: str
+) -> None:
+    verdict = await judge(write_task(tmp_path), local_box, f"rm -rf /logs; {spoil}")
+    assert verdict.reward == 0.0

@@ -31,8 +31,12 @@ cd -- "$1" 2>/dev/null || cd /
 [ -x "$2" ] || chmod +x "$2"
 exec "$2"
 """
-#: makes the verifier's directory, in the same shell where no other user needs it
-MAKE_LOGS = "mkdir -p /logs/verifier\n"
+#: makes the verifier's directory, in the same shell where no other user needs it; an agent that put something
+#: else in the place of its parent is not spared the verdict
+MAKE_LOGS = """
+if [ -L /logs ] || [ ! -d /logs ]; then rm -f /logs; fi
+mkdir -p /logs/verifier
+"""
 
 
 class TBench2Episode(Episode):
