@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rollhook.environment import Task
 from rollhook.runtime.evaluate import Evaluation, Rate, choose, comparison, one_sided_p
-from rollhook.runtime.progress import summary
+from rollhook.runtime.progress import summaries
 
 TASKS = [Task(f"{f}{n}", f"{f}{n}", "heldout", f) for f in ("big",) for n in range(40)]
 TASKS += [Task(f"s{n}", f"s{n}", "heldout", "small") for n in range(10)]
@@ -58,7 +58,9 @@ def test_a_comparison_ends_with_the_total():
     ],
 )
 def test_the_table_has_a_row_for_each_family_and_one_for_all(families, labels):
-    shown = summary([Evaluation(step, mode, families) for step in (0, 9) for mode in ("sampled", "greedy")])
+    (shown,) = summaries(
+        [Evaluation(step, mode, families) for step in (0, 9) for mode in ("sampled", "greedy")]
+    )
     assert shown is not None
     assert list(shown.columns[0].cells) == labels
     assert len(shown.columns) == 1 + 2 * 3
@@ -74,3 +76,12 @@ def test_the_one_sided_test_agrees_with_a_table():
 def test_a_rate_without_a_verdict_is_no_zero():
     assert str(Rate(0, 0, 5)) == "no verdict"
     assert str(Rate(3, 4)) == "0.750 ± 0.217"
+
+
+def test_each_of_several_environments_has_its_metrics_and_its_table():
+    found = [Evaluation(s, "sampled", {"x": Rate(s, 9)}, environment=e) for s in (1, 9) for e in ("a", "b")]
+    assert [table.title for table in summaries(found)] == [
+        f"Held-out pass rate of {name}, before and after" for name in "ab"
+    ]
+    assert found[3].metrics()["eval/b/pass_rate"] == 1.0
+    assert found[3].metrics()["eval_family/b/x"] == 1.0

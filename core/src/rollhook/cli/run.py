@@ -52,7 +52,7 @@ def drive(
 
 def _finish(work: Coroutine[None, None, RunResult], display: Display, as_json: bool) -> None:
     """Do the work, show its summary and exit with its status."""
-    from rollhook.runtime.progress import summary
+    from rollhook.runtime.progress import summaries
 
     _log_to(display)
     try:
@@ -60,8 +60,7 @@ def _finish(work: Coroutine[None, None, RunResult], display: Display, as_json: b
     except (asyncio.CancelledError, KeyboardInterrupt):
         display.say("Stopped.")
         raise typer.Exit(EXIT["stopped"]) from None
-    table = summary(result.evaluations)
-    if table is not None:
+    for table in summaries(result.evaluations):
         display.console.print(table)
     for name, text in result.notes.items():
         display.say(f"{name}: {text}")

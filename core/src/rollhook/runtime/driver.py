@@ -77,9 +77,7 @@ class Driver:
         try:
             with self.display.running(), Watchdog(limit=1.0, report=True) as self.watchdog:
                 await self._attempt(attempt)
-            status = (
-                "stopped" if self.drain.is_set() and self.result.steps < self.recipe.steps else "succeeded"
-            )
+            status = self._ended()
         except asyncio.CancelledError as error:
             status, failure = "stopped", error
         except BaseException as error:  # noqa: BLE001 - raised below, once the attempt is over
@@ -112,10 +110,19 @@ class Driver:
             trainer = await self._start(parts, rollouts, attempt, stack)
             self.observers.run_started(attempt.run.run_id, attempt.number, self.recipe)
             weights = WeightStore(self.run_dir.path / "weights")
+            status: Status = "failed"
             try:
                 await self._loop(trainer, rollouts, weights, attempt)
+                status = self._ended()
+            except asyncio.CancelledError:
+                status = "stopped"
+                raise
             finally:
-                self.observers.run_finished(attempt.run.run_id, self.result.status)
+                self.observers.run_finished(attempt.run.run_id, status)
+
+    def _ended(self) -> Status:
+        """Return the status of a run whose loop has ended without an error."""
+        return "stopped" if self.drain.is_set() and self.result.steps < self.recipe.steps else "succeeded"
 
     async def _start(
         self, parts: Parts, rollouts: Rollouts | None, attempt: Attempt, stack: AsyncExitStack
@@ -366,7 +373,8 @@ class Driver:
 def _line(evaluation: Evaluation) -> str:
     total = evaluation.total
     errors = f", {total.errors} errors not counted" if total.errors else ""
+    of = f" of {evaluation.environment}" if evaluation.environment else ""
     return (
-        f"held-out at step {evaluation.step}, {evaluation.mode}: {total} "
+        f"held-out{of} at step {evaluation.step}, {evaluation.mode}: {total} "
         f"({total.passed} of {total.count}{errors}, {evaluation.seconds:.1f} s)"
     )

@@ -38,12 +38,16 @@ class Rate:
 
 @dataclass
 class Evaluation:
-    """What one evaluation found, in all and by family."""
+    """What one evaluation found, in all and by family.
+
+    `environment` is its name in a run that has several, else empty.
+    """
 
     step: int
     mode: str
     families: dict[str, Rate] = field(default_factory=dict)
     seconds: float = 0.0
+    environment: str = ""
 
     @property
     def total(self) -> Rate:
@@ -52,17 +56,21 @@ class Evaluation:
         return Rate(sum(r.passed for r in rates), sum(r.count for r in rates), sum(r.errors for r in rates))
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics: `eval/pass_rate` and `eval_family/<name>`, with `_greedy` for greedy ones."""
+        """Return the metrics: `eval/pass_rate` and `eval_family/<name>`, with `_greedy` for greedy ones.
+
+        With several environments the names are `eval/<environment>/pass_rate` and so on.
+        """
         suffix = "_greedy" if self.mode == "greedy" else ""
+        of = f"{self.environment}/" if self.environment else ""
         total = self.total
         found = {
-            f"eval/pass_rate{suffix}": total.value,
-            f"eval/stderr{suffix}": total.stderr,
-            f"eval/episodes{suffix}": float(total.count),
-            f"eval/errors{suffix}": float(total.errors),
+            f"eval/{of}pass_rate{suffix}": total.value,
+            f"eval/{of}stderr{suffix}": total.stderr,
+            f"eval/{of}episodes{suffix}": float(total.count),
+            f"eval/{of}errors{suffix}": float(total.errors),
         }
         for family, rate in self.families.items():
-            found[f"eval_family{suffix}/{family or 'all'}"] = rate.value
+            found[f"eval_family{suffix}/{of}{family or 'all'}"] = rate.value
         return found
 
 
@@ -86,7 +94,7 @@ def choose(tasks: Sequence[Task], episodes: int | None, samples: int, seed: int)
     return [task for task in chosen for _ in range(samples)]
 
 
-async def evaluate(
+async def evaluate(  # noqa: PLR0913 - what an evaluation is made of
     runner: EpisodeRunner,
     tasks: Sequence[Task],
     sampling: SamplingParams,
@@ -98,16 +106,18 @@ async def evaluate(
     retries: int = 2,
     started: Callable[[EpisodeRequest], None] = lambda request: None,
     finished: Callable[[EpisodeResult], None] = lambda result: None,
+    name: str = "",
 ) -> Evaluation:
     """Run one episode per task; one that gave no verdict for want of machinery is tried again."""
     mode = "greedy" if sampling.temperature == 0 else "sampled"
     began = asyncio.get_running_loop().time()
     slots = asyncio.Semaphore(max_concurrent)
     counts: dict[str, list[int]] = {}
+    prefix = "-".join(filter(None, [f"a{attempt}", f"s{step:05d}", name, mode]))
 
     async def one(number: int, task: Task) -> None:
         for attempt_no in range(retries + 1):
-            episode_id = f"a{attempt}-s{step:05d}-{mode}-{number:05d}-t{attempt_no}"
+            episode_id = f"{prefix}-{number:05d}-t{attempt_no}"
             request = EpisodeRequest(
                 episode_id, f"eval-{task.id}", task, derive(seed, mode, number), sampling, purpose="eval"
             )
@@ -127,7 +137,7 @@ async def evaluate(
         for number, task in enumerate(tasks):
             group.create_task(one(number, task))
     families = {name: Rate(*counts[name]) for name in sorted(counts)}
-    return Evaluation(step, mode, families, asyncio.get_running_loop().time() - began)
+    return Evaluation(step, mode, families, asyncio.get_running_loop().time() - began, name)
 
 
 def comparison(before: Evaluation, after: Evaluation) -> list[tuple[str, Rate, Rate]]:

@@ -106,9 +106,17 @@ class Display:
         return " | ".join(parts)
 
 
-def summary(evaluations: Sequence[Evaluation]) -> Table | None:
-    """Return a table of the first against the last evaluation, by family, or None without two."""
-    table = Table(title="Held-out pass rate, before and after", title_justify="left")
+def summaries(evaluations: Sequence[Evaluation]) -> list[Table]:
+    """Return, for each environment, a table of its first against its last evaluation, by family."""
+    names = dict.fromkeys(e.environment for e in evaluations)
+    tables = [_summary(name, [e for e in evaluations if e.environment == name]) for name in names]
+    return [table for table in tables if table is not None]
+
+
+def _summary(environment: str, evaluations: Sequence[Evaluation]) -> Table | None:
+    """Return the table of one environment, or None without two evaluations of one mode."""
+    where = f" of {environment}" if environment else ""
+    table = Table(title=f"Held-out pass rate{where}, before and after", title_justify="left")
     table.add_column("family")
     rows: dict[str | None, list[str]] = {}
     for mode in ("sampled", "greedy"):

@@ -43,7 +43,13 @@ class RunResult:
             "metrics": self.metrics,
             "notes": self.notes,
             "evaluations": [
-                {"step": e.step, "mode": e.mode, "seconds": e.seconds, "families": _counts(e)}
+                {
+                    "environment": e.environment,
+                    "step": e.step,
+                    "mode": e.mode,
+                    "seconds": e.seconds,
+                    "families": _counts(e),
+                }
                 for e in self.evaluations
             ],
         }
@@ -56,7 +62,11 @@ def read_result(directory: Path) -> RunResult | None:
         data = dict(orjson.loads((directory / NAME).read_bytes()))
         evaluations = [
             Evaluation(
-                e["step"], e["mode"], {n: Rate(*counts) for n, counts in e["families"].items()}, e["seconds"]
+                e["step"],
+                e["mode"],
+                {name: Rate(*counts) for name, counts in e["families"].items()},
+                e["seconds"],
+                e["environment"],
             )
             for e in data.pop("evaluations")
         ]

@@ -59,6 +59,7 @@ class Rollouts:
         self._runners: dict[str, EpisodeRunner] = {}
         self._draws: dict[str, Draw] = {}
         self._tasks: dict[tuple[str, str], list[Task]] = {}
+        self._names = distinct([use.use for use in self._recipe.environment])
         self._collector: Collector | None = None
         self._weights: tuple[Path, int] | None = None
         self._reviving = asyncio.Lock()
@@ -75,14 +76,14 @@ class Rollouts:
         agent = self._parts.build_agent()
         self._stack.push_async_callback(agent.aclose)
         capabilities = backend.capabilities if backend is not None else frozenset()
-        for number, use in enumerate(recipe.environment):
+        for number, (name, use) in enumerate(zip(self._names, recipe.environment, strict=True)):
             environment: Environment = self._parts.build("environment", use, f"environment.{number}")
             self._stack.push_async_callback(environment.aclose)
             problems = await asyncio.to_thread(environment.problems, capabilities)
             if problems:
-                raise UsageError(f"environment {use.use} cannot run here: {'; '.join(problems)}")
-            await self._read_tasks(use.use, environment, use.split, recipe.evaluation.split)
-            self._runners[use.use] = self._runner(use.use, environment, agent)
+                raise UsageError(f"environment {name} cannot run here: {'; '.join(problems)}")
+            await self._read_tasks(name, environment, use.split, recipe.evaluation.split)
+            self._runners[name] = self._runner(name, environment, agent)
             self.descriptions.update(environment.describe())
 
     async def start(self, placement: Placement, model_dir: Path, version: int) -> None:
@@ -146,19 +147,19 @@ class Rollouts:
             )
             for plan in plans:
                 begun(f"evaluate ({'greedy' if plan.temperature == 0 else 'sampled'})", len(tasks))
-                found.append(
-                    await evaluate(
-                        runner,
-                        tasks,
-                        plan,
-                        step=step,
-                        attempt=self._attempt.number,
-                        seed=derive(self._recipe.seed, "evaluation", step),
-                        max_concurrent=self._recipe.rollout.max_concurrent,
-                        started=self._journal_start,
-                        finished=self._finished,
-                    )
+                evaluation = await evaluate(
+                    runner,
+                    tasks,
+                    plan,
+                    step=step,
+                    attempt=self._attempt.number,
+                    seed=derive(self._recipe.seed, "evaluation", step),
+                    max_concurrent=self._recipe.rollout.max_concurrent,
+                    started=self._journal_start,
+                    finished=self._finished,
+                    name=name if len(self._names) > 1 else "",
                 )
+                found.append(evaluation)
         return found
 
     async def update(self, path: Path, version: int) -> None:
@@ -312,9 +313,9 @@ class Rollouts:
         for extra in range(count - sum(counts)):
             counts[(step + extra) % len(counts)] += 1
         return [
-            Prompt(task, use.use)
-            for use, wanted in zip(uses, counts, strict=True)
-            for task in self._draws[use.use].take(wanted, step)
+            Prompt(task, name)
+            for name, wanted in zip(self._names, counts, strict=True)
+            for task in self._draws[name].take(wanted, step)
         ]
 
     def _renderer(self, model_dir: Path) -> Renderer:
@@ -329,6 +330,11 @@ class Rollouts:
 
         stated = self._recipe.model.context_length if self._recipe.model else None
         return stated or context_length(model_dir)
+
+
+def distinct(names: Sequence[str]) -> list[str]:
+    """Return the names, the second of two equal ones as `name-2` and so on."""
+    return [name if (n := names[:i].count(name)) == 0 else f"{name}-{n + 1}" for i, name in enumerate(names)]
 
 
 async def _listed(workers: Any) -> list[Worker]:

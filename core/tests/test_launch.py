@@ -1,0 +1,56 @@
+"""What comes before a run's driver."""
+
+import asyncio
+import io
+import os
+import signal
+
+import pytest
+from rich.console import Console
+
+from rollhook.checkpoints import CheckpointStore
+from rollhook.errors import RunError
+from rollhook.rundir import RunDir
+from rollhook.runtime.launch import Stop, drive_run
+from rollhook.runtime.progress import Display
+
+
+def display():
+    return Display(Console(file=io.StringIO()))
+
+
+async def test_a_run_with_committed_steps_is_not_driven_from_its_start_again(tmp_path):
+    run = RunDir.create(tmp_path, "demo")
+    store = CheckpointStore(run.checkpoints)
+    store.commit(store.begin(3), 3, 4, [], 0)
+    with pytest.raises(RunError, match=r"cannot be resumed yet.*checkpoint\.load_from"):
+        await drive_run(run, display())
+
+
+async def test_the_first_interrupt_drains_and_the_second_cancels():
+    stop = Stop(display())
+
+    async def work():
+        with stop.watching():
+            stop.handle()
+            os.kill(os.getpid(), signal.SIGINT)
+            await stop.drain.wait()
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(work())
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert stop.drain.is_set()
+
+
+async def test_a_termination_cancels_at_once():
+    stop = Stop(display())
+
+    async def work():
+        with stop.watching():
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.Event().wait()
+
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.create_task(work())

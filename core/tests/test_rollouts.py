@@ -1,0 +1,132 @@
+"""The rollout side of a run over fake engines, without Ray: several environments, an engine that dies."""
+
+import json
+import logging
+from types import SimpleNamespace
+
+import pytest
+
+from rollhook.agent import Agent, StopReason
+from rollhook.component import BuildContext, Config
+from rollhook.recipe.schema import Recipe
+from rollhook.router import RouterPolicy
+from rollhook.runtime.rollouts import Rollouts, distinct
+from rollhook.session import Renderer
+from rollhook.testing.engine import LocalPlacement
+from rollhook.testing.fake_engine import FakeEngines
+from rollhook.testing.fake_environment import Sums
+from rollhook.testing.policy import says
+from rollhook.testing.tokenizer import write_tokenizer
+
+
+class Answers(Agent):
+    async def run(self, context):
+        await context.session.chat(context.observation.messages)
+        return StopReason.DONE
+
+
+class Halves(Sums):
+    """The sums again, those that can run as training and as held-out tasks."""
+
+    def tasks(self, split=None):
+        return [task for task in super().tasks("train") if task.problem is None and task.id != "unjudged"]
+
+
+class FakeParts:
+    """Builds the parts of this test; what the recipe calls them does not matter."""
+
+    def __init__(self, recipe, directory, reply):
+        self.recipe, self.directory, self.plugins = recipe, directory, self
+        self.engine = FakeEngines(SimpleNamespace(reply=reply, count=2), self.context("engine"))
+
+    def context(self, name):
+        return BuildContext(logging.getLogger(name), self.directory, self.directory, run_id="r", attempt=1)
+
+    def build(self, kind, use, name, context=None):
+        made = {"environment": Halves, "agent": Answers, "router": RouterPolicy}
+        return self.engine if kind == "engine" else made[kind](Config(), self.context(kind))
+
+    def build_agent(self):
+        return self.build("agent", None, "agent")
+
+    def accept_group(self, group):
+        return None
+
+
+class FakeAttempt:
+    def __init__(self, path):
+        self.path, self.logs, self.number, self.run = path, path, 1, SimpleNamespace(run_id="r")
+        self.events = []
+        self.journal = self
+
+    def append(self, event, /, **data):
+        self.events.append((event, data))
+
+
+@pytest.fixture
+async def started(tmp_path):
+    """Rollouts over two equal environments and two engines that always answer 3, and what they finished."""
+    directory = write_tokenizer(tmp_path / "model")
+    (directory / "config.json").write_text(json.dumps({"max_position_embeddings": 512}))
+    recipe = Recipe.model_validate(
+        {
+            "name": "two",
+            "environment": [{"use": "sums", "weight": 3}, {"use": "sums"}],
+            "agent": {"use": "answers"},
+            "engine": {"use": "fake"},
+            "router": {"use": "first"},
+            "rollout": {"batch_groups": 4, "group_size": 2, "drop_zero_variance": False},
+            "evaluation": {"every": 1, "greedy": True},
+            "budgets": {"max_seq_len": 256, "reply_tokens": 16},
+        }
+    )
+    results = []
+    attempt = FakeAttempt(tmp_path)
+    parts = FakeParts(recipe, tmp_path, says(Renderer(directory), "3"))
+    rollouts = Rollouts(parts, attempt, results.append)
+    await rollouts.prepare()
+    await rollouts.start(LocalPlacement(), directory, 1)
+    yield SimpleNamespace(
+        rollouts=rollouts, results=results, attempt=attempt, engine=parts.engine, model=directory
+    )
+    await rollouts.aclose()
+
+
+async def test_environments_share_a_batch_by_weight_and_are_evaluated_apart(started):
+    batch = await started.rollouts.collect(0)
+    assert sorted(group.environment for group in batch.groups) == ["sums", "sums", "sums", "sums-2"]
+    assert all(record.outcome.kind == "scored" for record in batch.records)
+    found = await started.rollouts.evaluate(1, lambda what, total: None)
+    assert [(e.environment, e.mode) for e in found] == [
+        ("sums", "sampled"), ("sums", "greedy"), ("sums-2", "sampled"), ("sums-2", "greedy"),
+    ]  # fmt: skip
+    assert {(e.total.passed, e.total.count) for e in found} == {(1, 4)}
+    ids = [result.record.episode_id for result in started.results]
+    assert len(set(ids)) == len(ids)
+    assert sorted(d["episode_id"] for e, d in started.attempt.events if e == "episode_started") == sorted(ids)
+
+
+async def test_samples_hold_what_the_engines_emitted_with_its_version(started):
+    weights = started.model.parent / "weights"
+    write_tokenizer(weights)
+    await started.rollouts.update(weights, 2)
+    batch = await started.rollouts.collect(0)
+    emitted = says(Renderer(started.model), "3")([], {})
+    for sample in (s for group in batch.samples() for s in group):
+        assert [int(t) for t in sample.token_ids[sample.mask == 1]] == list(emitted)
+        assert sample.spans[:, 2:].tolist() == [[2, 2]]
+
+
+async def test_the_sessions_of_a_run_have_an_http_face(started):
+    url = json.loads((started.attempt.path / "gateway.json").read_bytes())["url"]
+    assert url.startswith("http://127.0.0.1:")
+
+
+async def test_episodes_go_on_with_the_engines_that_are_left(started):
+    await started.engine.engines[0].stop()
+    batch = await started.rollouts.collect(0)
+    assert {record.outcome.kind for record in batch.records} == {"scored"}
+
+
+def test_equal_names_are_told_apart():
+    assert distinct(["a", "b", "a", "a"]) == ["a", "b", "a-2", "a-3"]
