@@ -34,6 +34,7 @@ def test_budgets_nest(caps, task):
     assert limits.command <= limits.turn <= limits.agent
     children = limits.create + limits.setup + limits.agent + limits.verify + limits.teardown
     assert limits.episode <= children
+    assert max(limits.create, limits.setup, limits.agent, limits.verify, limits.teardown) <= limits.episode
     assert limits.lifetime >= children + budgets.slack
 
 
@@ -62,3 +63,12 @@ def test_a_turn_has_its_own_limit_and_a_new_turn_starts_afresh():
     clock.begin_turn()
     clock.check()
     assert clock.remaining == 2
+
+
+def test_a_phase_has_at_most_its_own_time_of_what_is_left():
+    clock = AgentClock(10)
+    clock.charge("command", 3)
+    clock.begin_phase(4)
+    assert clock.remaining == 4
+    clock.begin_phase(60)
+    assert clock.remaining == 7

@@ -84,7 +84,8 @@ class FakePolicy:
 class OnePhase(Phase):
     box = "main"
 
-    def __init__(self, verify, log):
+    def __init__(self, verify, log, limits):
+        self.limits = limits
         self.observation = Observation([message("user", "do it")])
         self._verify, self._log = verify, log
 
@@ -96,25 +97,25 @@ class OnePhase(Phase):
 class OneEpisode(Episode):
     boxes = {"main": Box(SandboxSpec()), "judge": Box(SandboxSpec(), when="verify")}
 
-    def __init__(self, verify, log, phases=1):
-        self._verify, self._log, self._count = verify, log, phases
+    def __init__(self, verify, log, phases):
+        self._verify, self._log, self._phases = verify, log, phases
 
     async def phases(self):
-        for _ in range(self._count):
-            yield OnePhase(self._verify, self._log)
+        for limits in self._phases:
+            yield OnePhase(self._verify, self._log, limits)
 
 
 class FakeEnvironment(Environment):
     verifies_apart = False
 
-    def __init__(self, verify, log):
-        self._verify, self._log = verify, log
+    def __init__(self, verify, log, phases):
+        self._verify, self._log, self._phases = verify, log, phases
 
     def tasks(self, split=None):
         return [TASK]
 
     def episode(self, task, ctx):
-        return OneEpisode(self._verify, self._log)
+        return OneEpisode(self._verify, self._log, self._phases)
 
 
 class FakeAgent(Agent):
@@ -134,11 +135,11 @@ async def passes():
     return Verdict(1.0, {"tests": 1.0})
 
 
-async def run(work=one_turn, verify=passes, pool=None, outcomes=None, times=1, **budgets):
+async def run(work=one_turn, verify=passes, pool=None, outcomes=None, times=1, phases=({},), **budgets):
     log = []
     policy = FakePolicy()
     runner = EpisodeRunner(
-        name="fake", environment=FakeEnvironment(verify, log), agent=FakeAgent(work),
+        name="fake", environment=FakeEnvironment(verify, log, phases), agent=FakeAgent(work),
         pool=pool or FakePool(log), policy=policy, limits=Budgets(**budgets),
         outcome_policy=outcomes or Outcomes(), context=BuildContext(logging.getLogger("test"), None, None),
     )  # fmt: skip
@@ -186,6 +187,39 @@ async def test_a_verifier_that_fails_after_recorded_turns_trains_nothing(verify,
     assert cause in result.record.outcome.cause
     assert result.samples == ()
     assert log[-1] == "release"
+    assert result.record.fired == ("verify" if verify is hangs else "")
+
+
+async def test_each_phase_has_its_own_conversation_and_the_record_has_them_all():
+    seen = []
+
+    async def looks(context):
+        await context.session.chat(context.observation.messages)
+        return StopReason.DONE
+
+    async def judges():
+        seen.append(1)
+        return Verdict(1.0)
+
+    result, log = await run(looks, judges, phases=({}, {}))
+    assert len(seen) == 2
+    assert [m["role"] for m in result.record.messages] == ["user", "assistant"] * 2
+    assert log.count("verify done") == 2
+
+
+async def test_a_phase_may_have_less_time_than_its_task_and_time_is_counted_once():
+    left = []
+
+    async def works(context):
+        left.append(context.budget.seconds_left)
+        context.budget._clock.charge("command", 1.5)
+        return StopReason.DONE
+
+    result, _ = await run(works, phases=({"agent": 2.0}, {"agent": 60.0}, {}))
+    assert left == [2.0, 3.5, 2.0]
+    assert result.record.timings["agent/command"] == 4.5
+    result, _ = await run(verify=hangs, phases=({"verify": 0.1},))
+    assert "longer than 0.1 s" in result.record.outcome.cause
 
 
 async def out_of_time(context):
@@ -234,6 +268,13 @@ async def test_a_sandbox_that_cannot_be_made_is_infrastructure():
     log = []
     result, _ = await run(pool=FakePool(log, SandboxError("no room")))
     assert (result.record.outcome.kind, result.record.outcome.boundary) == ("infra_error", "sandbox")
+
+
+async def test_the_record_says_that_the_time_for_sandboxes_ran_out():
+    late = BudgetExceeded("no sandbox within 0.5 s", node="create")
+    result, _ = await run(pool=FakePool([], late))
+    assert result.record.outcome.boundary == "budget"
+    assert (result.record.ended, result.record.fired) == ("infra", "create")
 
 
 async def test_a_cancelled_episode_releases_its_boxes_and_passes_the_cancellation_on():

@@ -1,4 +1,4 @@
-"""The budget tree of an episode and the agent's clock (architecture section 9).
+"""The budget tree of an episode and the agent's clock (`docs/outcomes-and-budgets.md`).
 
 lifetime > episode > {create, setup, agent > turn > command, verify, teardown}. A child's limit is at
 most its parent's; the lifetime reserves every child and `slack`.
@@ -44,9 +44,8 @@ def resolve(budgets: Budgets, task_limits: Mapping[str, float]) -> Limits:
     """Return the limits of an episode: what the task asks for, capped by the recipe."""
 
     def node(name: str) -> float:
-        asked = task_limits.get(name, DEFAULTS[name])
-        cap = getattr(budgets, name)
-        return float(min(asked, cap) if cap is not None else asked)
+        caps = (getattr(budgets, name), budgets.episode)
+        return float(min([task_limits.get(name, DEFAULTS[name]), *(cap for cap in caps if cap is not None)]))
 
     create, setup, agent = node("create"), node("setup"), node("agent")
     verify, teardown = node("verify"), node("teardown")
@@ -66,7 +65,7 @@ class AgentClock:
     """
 
     def __init__(self, agent: float, turn: float | None = None, command: float | None = None) -> None:
-        self._agent = agent
+        self._whole = self._agent = agent
         self._turn = agent if turn is None else turn
         self._command = self._turn if command is None else command
         self._turn_used = 0.0
@@ -83,6 +82,10 @@ class AgentClock:
     def command_limit(self) -> float:
         """Seconds that the next command may take."""
         return min(self._command, self.remaining)
+
+    def begin_phase(self, seconds: float) -> None:
+        """Start a phase, which has at most this much of what is left of the agent's time."""
+        self._agent = min(self._whole, sum(self.used.values()) + seconds)
 
     def begin_turn(self) -> None:
         """Start the time of a new turn."""

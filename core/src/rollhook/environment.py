@@ -87,7 +87,7 @@ class Phase(ABC):
     #: the box whose sandbox the agent gets; None: the agent gets none
     box: str | None = None
     tools: Tools | None = None
-    #: seconds per budget node, on top of the task's
+    #: seconds of `agent` and `verify` in this phase; what is more than the task's has no effect
     limits: Mapping[str, float] = {}
     #: the phases after this one run only if its reward reaches this
     min_reward: float | None = None

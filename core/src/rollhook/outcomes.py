@@ -1,4 +1,4 @@
-"""From how an episode ended and what its verifier said to what it trains as (architecture section 9)."""
+"""From how an episode ended and what its verifier said to what it trains as."""
 
 from __future__ import annotations
 

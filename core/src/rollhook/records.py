@@ -19,7 +19,7 @@ OutcomeKind = Literal["scored", "timeout", "truncated", "infra_error", "cancelle
 
 @dataclass(frozen=True)
 class Outcome:
-    """What an episode comes to (architecture section 9).
+    """What an episode comes to (`docs/outcomes-and-budgets.md`).
 
     `reward` is a number exactly when the episode may train: kind `scored`, or `timeout`/`truncated`
     under the policy `zero`. `boundary` and `cause` say what failed in an `infra_error`.
@@ -74,7 +74,7 @@ class EpisodeRecord:
     """One finished episode, for people and for resume; tokens are in its samples.
 
     `timings` are seconds per budget node and kind of work (`create`, `setup`, `agent`, `agent/command`,
-    `agent/tokens`, `verify`, `teardown`, `wait/sandbox`, `wait/engine`). `fired` is the budget node that
+    `agent/tokens`, `verify`, `teardown`, `wait/engine`, `total`). `fired` is the budget node that
     ended it, if one did, and `used_by` who had used it up.
     """
 

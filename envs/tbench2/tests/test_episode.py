@@ -142,7 +142,7 @@ async def test_a_planted_reward_does_not_stand_in_for_a_missing_one(
     verdict = await judge(task, local_box, "mkdir -p /logs/verifier && echo 1 > /logs/verifier/reward.txt")
     assert verdict.reward is None
     assert verdict.detail["exit_code"] == 1
-    assert verdict.detail["why"].startswith("tests/test.sh wrote neither")
+    assert verdict.detail["reason"].startswith("tests/test.sh wrote neither")
 
 
 @pytest.mark.parametrize(
@@ -190,8 +190,8 @@ async def test_the_exit_code_is_recorded_and_the_reward_file_decides(
     verdict = await judge(write_task(tmp_path, **{"tests/test.sh": f"#!/bin/sh\n{script}\n"}), local_box)
     assert verdict.reward == reward
     assert verdict.detail["exit_code"] == code
-    assert why in verdict.detail.get("why", "")
-    assert bool(why) == ("why" in verdict.detail)
+    assert why in verdict.detail.get("reason", "")
+    assert bool(why) == ("reason" in verdict.detail)
 
 
 async def test_two_reward_files_that_differ_are_a_warning(tmp_path: Path, local_box: OpenBox) -> None:
@@ -208,7 +208,7 @@ async def test_a_verifier_that_takes_too_long_gives_no_verdict(tmp_path: Path, l
     }
     verdict = await judge(write_task(tmp_path, **files), local_box)
     assert verdict.reward is None
-    assert verdict.detail["why"] == "tests/test.sh took longer than its 0.5 s"
+    assert verdict.detail["reason"] == "tests/test.sh took longer than its 0.5 s"
 
 
 async def test_an_agent_that_removes_its_directory_is_judged_all_the_same(

@@ -41,7 +41,7 @@ def test_reward_txt_holds_one_number(text: str, reward: float) -> None:
     ],
 )
 def test_a_bad_reward_txt_is_no_verdict(text: str, why: str) -> None:
-    assert judged(None, text.encode()) == (None, {"why": why})
+    assert judged(None, text.encode()) == (None, {"reason": why})
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_a_bad_reward_txt_is_no_verdict(text: str, why: str) -> None:
 def test_a_bad_reward_json_is_no_verdict_even_beside_a_good_reward_txt(text: str, why: str) -> None:
     reward, detail = judged(text.encode(), b"1")
     assert reward is None
-    assert detail["why"].startswith(why)
+    assert detail["reason"].startswith(why)
 
 
 def test_reward_json_counts_before_reward_txt_and_a_difference_is_a_warning() -> None:
@@ -93,14 +93,14 @@ def test_the_only_key_is_the_reward_and_another_can_be_named() -> None:
 def test_no_file_is_no_verdict() -> None:
     reward, detail = judged(None, None)
     assert reward is None
-    assert detail["why"] == "tests/test.sh wrote neither /logs/verifier/reward.json nor reward.txt"
+    assert detail["reason"] == "tests/test.sh wrote neither /logs/verifier/reward.json nor reward.txt"
 
 
 @given(st.binary(max_size=200))
 def test_any_bytes_give_a_finite_number_or_a_reason(data: bytes) -> None:
     for files in ((data, None), (None, data), (data, data)):
         found = verdict(*files, "reward", {})
-        assert ("why" in found.detail) == (found.reward is None)
+        assert ("reason" in found.detail) == (found.reward is None)
         assert found.reward is None or math.isfinite(found.reward)
 
 

@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import math
 import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from rollhook import budgets, outcomes
@@ -18,9 +19,9 @@ from rollhook.budgets import AgentClock, Limits
 from rollhook.component import BuildContext
 from rollhook.environment import Environment, Episode, EpisodeContext, Phase, Task, Transcript, Verdict
 from rollhook.errors import AgentError, BudgetExceeded, RollhookError, TaskError, VerifierError
-from rollhook.messages import Message
-from rollhook.records import Ended, EpisodeRecord, Outcome, Sample
-from rollhook.runtime.verifier import verify_apart, verify_here
+from rollhook.records import EpisodeRecord, Outcome, Sample
+from rollhook.runtime.course import Course
+from rollhook.runtime.verifier import VerifierTimeoutError, verify_apart, verify_here
 from rollhook.runtime.views import Boxes, Recorder, RemainingBudget
 from rollhook.sandbox.agent_view import AgentSandbox
 
@@ -52,24 +53,6 @@ class EpisodeResult:
 
     record: EpisodeRecord
     samples: Sequence[Sample] = ()
-
-
-@dataclass
-class _Course:
-    """What is known of an episode while it runs."""
-
-    timings: dict[str, float] = field(default_factory=dict)
-    messages: list[Message] = field(default_factory=list)
-    verdicts: list[Verdict] = field(default_factory=list)
-    ended: Ended = "done"
-    outcome: Outcome | None = None
-    warnings: list[str] = field(default_factory=list)
-    fired: str = ""
-    used_by: str = ""
-
-    def heard(self, messages: list[Message]) -> None:
-        """Take the conversation as it stands."""
-        self.messages = messages
 
 
 class EpisodeRunner:
@@ -105,7 +88,7 @@ class EpisodeRunner:
     async def run(self, request: EpisodeRequest) -> EpisodeResult:
         """Run one episode; every failure becomes its outcome, only cancellation passes through."""
         started_at, started = time.time(), self._now()
-        course = _Course()
+        course = Course()
         limits = budgets.resolve(self.budgets, request.task.limits)
         clock = AgentClock(limits.agent, limits.turn, limits.command)
         session = self._open_session(request, clock)
@@ -113,8 +96,7 @@ class EpisodeRunner:
             async with asyncio.timeout(limits.episode + self.budgets.slack):
                 await self._run(request, limits, session, clock, course)
         except TimeoutError:
-            _infra(
-                course,
+            course.fail(
                 "budget",
                 f"the episode took longer than {limits.episode:g} s and its slack",
                 "episode",
@@ -123,10 +105,11 @@ class EpisodeRunner:
             course.ended, course.outcome = "cancelled", Outcome("cancelled")
             raise
         except RollhookError as error:
-            _infra(course, error.boundary, str(error))
+            fired = error.node if isinstance(error, BudgetExceeded) else ""
+            course.fail(error.boundary, str(error), fired)
         except Exception as error:  # noqa: BLE001 - logged, and the outcome says it
             self._report(f"episode {request.episode_id} of task {request.task.id} failed", error)
-            _infra(course, "environment", f"{type(error).__name__}: {error}")
+            course.fail("environment", f"{type(error).__name__}: {error}")
         finally:
             course.timings["total"] = self._now() - started
             if session is not None:
@@ -139,7 +122,7 @@ class EpisodeRunner:
         limits: Limits,
         session: Session | None,
         clock: AgentClock,
-        course: _Course,
+        course: Course,
     ) -> None:
         boxes: dict[str, Sandbox] = {}
         home = asyncio.get_running_loop() if self.environment.verifies_apart else None
@@ -163,7 +146,7 @@ class EpisodeRunner:
         when: str,
         limits: Limits,
         boxes: dict[str, Sandbox],
-        course: _Course,
+        course: Course,
     ) -> None:
         """Create the boxes of one moment, at once; on failure those that came up are left in `boxes`."""
         wanted = {name: box for name, box in episode.boxes.items() if box.when == when and name not in boxes}
@@ -188,7 +171,7 @@ class EpisodeRunner:
                 raise errors.exceptions[0] from None
 
     @contextlib.asynccontextmanager
-    async def _entered(self, episode: Episode, limits: Limits, course: _Course) -> AsyncIterator[None]:
+    async def _entered(self, episode: Episode, limits: Limits, course: Course) -> AsyncIterator[None]:
         with self._timed(course, "setup"):
             try:
                 async with asyncio.timeout(limits.setup):
@@ -210,7 +193,7 @@ class EpisodeRunner:
         clock: AgentClock,
         boxes: dict[str, Sandbox],
         episode: Episode,
-        course: _Course,
+        course: Course,
     ) -> bool:
         """Run one phase; False when no other follows."""
         await self._agent(request, phase, session, clock, boxes, course)
@@ -226,7 +209,8 @@ class EpisodeRunner:
                         f"{len(census.killed)} processes of the agent were killed in box {name}"
                     )
             await self._create(request, episode, "verify", limits, boxes, course)
-            verdict = await self._verify(phase, limits, course)
+            seconds = min(limits.verify, phase.limits.get("verify", limits.verify))
+            verdict = await self._verify(phase, seconds, course)
         course.verdicts.append(verdict)
         gate = phase.min_reward
         return verdict.reward is not None and (gate is None or verdict.reward >= gate)
@@ -238,10 +222,11 @@ class EpisodeRunner:
         session: Session | None,
         clock: AgentClock,
         boxes: Mapping[str, Sandbox],
-        course: _Course,
+        course: Course,
     ) -> None:
         box = boxes[phase.box] if phase.box is not None else None
-        course.messages.extend(phase.observation.messages)
+        course.begin_phase(phase.observation.messages)
+        clock.begin_phase(phase.limits.get("agent", math.inf))
         context = AgentContext(
             session=Recorder(session, course.heard),
             observation=phase.observation,
@@ -266,16 +251,17 @@ class EpisodeRunner:
                 raise AgentError(f"{type(error).__name__}: {error}") from error
             finally:
                 for kind, seconds in clock.used.items():
-                    _add(course.timings, f"agent/{kind}", seconds)
+                    course.timings[f"agent/{kind}"] = seconds
 
-    async def _verify(self, phase: Phase, limits: Limits, course: _Course) -> Verdict:
+    async def _verify(self, phase: Phase, seconds: float, course: Course) -> Verdict:
         transcript = Transcript(list(course.messages), course.ended)
         run = verify_apart if self.environment.verifies_apart else verify_here
         try:
-            return await run(lambda: phase.verify(transcript), limits.verify)
-        except VerifierError as error:
-            if "longer than" in str(error):
-                course.fired = "verify"
+            return await run(lambda: phase.verify(transcript), seconds)
+        except VerifierTimeoutError:
+            course.fired = "verify"
+            raise
+        except VerifierError:
             raise
         except RollhookError as error:
             raise VerifierError(f"{error.boundary}: {error}") from error
@@ -283,7 +269,7 @@ class EpisodeRunner:
             self._report("a verifier failed", error)
             raise VerifierError(f"{type(error).__name__}: {error}") from error
 
-    async def _teardown(self, boxes: Mapping[str, Sandbox], limits: Limits, course: _Course) -> None:
+    async def _teardown(self, boxes: Mapping[str, Sandbox], limits: Limits, course: Course) -> None:
         """Give the boxes back; a failure is the pool's to retry and never changes the outcome."""
         if self.pool is None or not boxes:
             return
@@ -318,15 +304,15 @@ class EpisodeRunner:
         )
 
     @contextlib.contextmanager
-    def _timed(self, course: _Course, node: str) -> Iterator[None]:
+    def _timed(self, course: Course, node: str) -> Iterator[None]:
         started = self._now()
         try:
             yield
         finally:
-            _add(course.timings, node, self._now() - started)
+            course.spent(node, self._now() - started)
 
     def _result(
-        self, request: EpisodeRequest, course: _Course, session: Session | None, started_at: float
+        self, request: EpisodeRequest, course: Course, session: Session | None, started_at: float
     ) -> EpisodeResult:
         outcome = course.outcome or Outcome(
             "infra_error", boundary="rollhook", cause="the episode has no outcome"
@@ -353,7 +339,7 @@ class EpisodeRunner:
             reward=verdict.reward,
             components=verdict.components,
             detail=verdict.detail,
-            messages=course.messages,
+            messages=[*course.earlier, *course.messages],
             turns=stats.turns if stats else 0,
             prompt_tokens=stats.prompt_tokens if stats else 0,
             completion_tokens=stats.completion_tokens if stats else 0,
@@ -383,13 +369,3 @@ class EpisodeRunner:
             for number, leaf in enumerate(leaves)
         ]
         return EpisodeResult(record, samples)
-
-
-def _infra(course: _Course, boundary: str, cause: str, fired: str = "") -> None:
-    course.ended = "infra"
-    course.outcome = Outcome("infra_error", boundary=boundary, cause=cause)
-    course.fired = course.fired or fired
-
-
-def _add(timings: dict[str, float], node: str, seconds: float) -> None:
-    timings[node] = timings.get(node, 0.0) + seconds

@@ -271,7 +271,7 @@ def _why(solved: EpisodeRecord, idle: EpisodeRecord) -> str:
     reasons = []
     for agent, record in (("oracle", solved), ("nop", idle)):
         if record.outcome.reward is None:
-            why = record.detail.get("why") or record.outcome.cause or record.outcome.kind
+            why = record.outcome.cause or record.outcome.kind
             reasons.append(f"{agent}: {record.outcome.boundary or record.outcome.kind}: {why}")
     if solved.outcome.reward is not None and solved.outcome.reward != 1:
         said = str(record_output(solved))

@@ -1,4 +1,4 @@
-"""Groups of episodes: slots, refills, rejections (architecture section 9)."""
+"""Groups of episodes: slots, refills, rejections."""
 
 from __future__ import annotations
 

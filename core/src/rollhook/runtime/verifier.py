@@ -14,6 +14,10 @@ from rollhook.environment import Verdict
 from rollhook.errors import VerifierError
 
 
+class VerifierTimeoutError(VerifierError):
+    """The verifier took longer than its limit."""
+
+
 class HomeLoop:
     """An object of one event loop, usable from another: its coroutine methods run at home."""
 
@@ -43,13 +47,13 @@ async def verify_here(verify: Callable[[], Awaitable[Verdict]], seconds: float) 
         async with asyncio.timeout(seconds):
             return await verify()
     except TimeoutError:
-        raise VerifierError(f"the verifier took longer than {seconds:g} s") from None
+        raise VerifierTimeoutError(f"the verifier took longer than {seconds:g} s") from None
 
 
 async def verify_apart(verify: Callable[[], Awaitable[Verdict]], seconds: float) -> Verdict:
     """Verify on a thread with a loop of its own; past the limit the thread is left and told to end.
 
-    Raises VerifierError past the limit, and whatever the verifier raises.
+    Raises VerifierTimeoutError past the limit, and whatever the verifier raises.
     """
     home = asyncio.get_running_loop()
     answer: asyncio.Future[Verdict] = home.create_future()
@@ -83,7 +87,7 @@ async def verify_apart(verify: Callable[[], Awaitable[Verdict]], seconds: float)
         _interrupt(thread)
         if isinstance(error, asyncio.CancelledError):
             raise
-        raise VerifierError(f"the verifier took longer than {seconds:g} s") from None
+        raise VerifierTimeoutError(f"the verifier took longer than {seconds:g} s") from None
 
 
 async def _awaited(verify: Callable[[], Awaitable[Verdict]]) -> Verdict:

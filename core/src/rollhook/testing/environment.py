@@ -198,7 +198,7 @@ async def entered(
 
 async def attempt(environment: Environment, task: Task, open_box: OpenBox | None, *, solve: bool) -> Verdict:
     """Run one episode without an agent, with the reference solution or nothing; return the last verdict."""
-    verdict = Verdict(None, detail={"why": "the episode has no phase"})
+    verdict = Verdict(None, detail={"reason": "the episode has no phase"})
     async with entered(environment, task, open_box) as phases:
         async for phase in phases:
             if solve:

@@ -41,7 +41,7 @@ class SumsPhase(Phase):
     async def verify(self, transcript: Transcript) -> Verdict:
         """Compare."""
         if not self._judged:
-            return Verdict(None, detail={"why": "this task has no verifier"})
+            return Verdict(None, detail={"reason": "this task has no verifier"})
         right = self._solved or _answer(transcript.messages) == str(self._sum)
         return Verdict(float(right), {"right": float(right)})
 

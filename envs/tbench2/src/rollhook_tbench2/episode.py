@@ -118,14 +118,14 @@ class TBench2Phase(Phase):
             detail["output"] = output[-_TAIL:]
         if result.timed_out:
             why = f"tests/test.sh took longer than its {verifier.timeout_sec:g} s"
-            return Verdict(None, {}, {**detail, "why": why})
+            return Verdict(None, {}, {**detail, "reason": why})
         files, why = [], ""
         for path in (REWARD_JSON, REWARD_TEXT):
             data, problem = await self._read(path)
             files.append(data)
             why = why or problem
         if why:
-            return Verdict(None, {}, {**detail, "why": why})
+            return Verdict(None, {}, {**detail, "reason": why})
         return verdict(files[0], files[1], self._reward_key, detail)
 
     async def _run_tests(self, verifier: VerifierTable) -> ExecResult:

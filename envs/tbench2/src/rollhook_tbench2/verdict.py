@@ -20,7 +20,7 @@ class NoRewardError(ValueError):
 
 
 def verdict(json_file: bytes | None, text_file: bytes | None, key: str, detail: dict[str, Any]) -> Verdict:
-    """Return what reward.json, else reward.txt, says; `detail` gets `why` when that is nothing.
+    """Return what reward.json, else reward.txt, says; `detail` gets `reason` when that is nothing.
 
     Of several keys `key` is the reward; a single key is it whatever its name. All are components.
     """
@@ -35,7 +35,7 @@ def verdict(json_file: bytes | None, text_file: bytes | None, key: str, detail: 
         else:
             raise NoRewardError("tests/test.sh wrote neither /logs/verifier/reward.json nor reward.txt")
     except NoRewardError as error:
-        return Verdict(None, {}, {**detail, "why": str(error)})
+        return Verdict(None, {}, {**detail, "reason": str(error)})
     return Verdict(reward, components, detail)
 
 
