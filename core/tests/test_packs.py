@@ -14,7 +14,7 @@ from rich.console import Console
 
 from rollhook.errors import UsageError
 from rollhook.pack import Pack
-from rollhook.packs import PackReference, ensure, packs_directory, parse_reference, resolve
+from rollhook.packs import PackReference, ensure, packs_directory, parse_reference, resolve, resolve_all
 from rollhook.testing.environment import build_context
 
 
@@ -106,6 +106,13 @@ def test_a_cache_that_cannot_be_written_is_a_usage_error_with_the_way_out(
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache / "file"))
     with pytest.raises(UsageError, match="set XDG_CACHE_HOME to a directory with room"):
         ensure(pack())
+
+
+def test_references_are_resolved_wherever_they_stand(cache: Path) -> None:
+    data = {"a": "pack:x/rows.jsonl", "b": {"c": ["plain", "pack:x"]}, "d": 7}
+    found = resolve_all(data, FakePlugins())  # type: ignore[arg-type]
+    place = cache / "rollhook/packs/digest-of-x-[]"
+    assert found == {"a": f"{place}/rows.jsonl", "b": {"c": ["plain", str(place)]}, "d": 7}
 
 
 def test_progress_is_shown_on_a_terminal() -> None:

@@ -7,7 +7,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,10 +55,14 @@ def parse_reference(text: str) -> PackReference | None:
     return PackReference(name, dict(parse_qsl(query, keep_blank_values=True)), file)
 
 
+def cache_directory() -> Path:
+    """Return the user's cache directory (XDG)."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rollhook"
+
+
 def packs_directory() -> Path:
-    """Return where packs are kept (XDG)."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "rollhook" / "packs"
+    """Return where packs are kept."""
+    return cache_directory() / "packs"
 
 
 def ensure(pack: Pack, *, name: str = "pack", console: Console | None = None) -> Path:
@@ -105,6 +109,17 @@ def resolve(reference: str, plugins: Plugins) -> Path:
         files = ", ".join(sorted(entry.name for entry in directory.iterdir() if entry.is_file()))
         raise UsageError(f"pack {parsed.name} has no file {parsed.file!r}; it has {files}")
     return path
+
+
+def resolve_all(value: Any, plugins: Plugins) -> Any:
+    """Return plain data with every `pack:` reference in it turned into a path; raises as `resolve` does."""
+    if isinstance(value, Mapping):
+        return {key: resolve_all(each, plugins) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [resolve_all(each, plugins) for each in value]
+    if isinstance(value, str) and value.startswith(PREFIX):
+        return str(resolve(value, plugins))
+    return value
 
 
 def build(name: str, keys: dict[str, Any], plugins: Plugins) -> Pack:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from rollhook.cluster import Cluster, Remote
 
 STOP_GRACE_SECONDS = 5.0
+_LIBC = ctypes.CDLL(None)  # here, because nothing may be imported between fork and exec
 
 
 class ProcessDiedError(RollhookError):
@@ -130,7 +132,5 @@ class ChildProcess:
 
 def _die_with_parent() -> None:
     """In the child, before exec: be killed when the parent dies; undo the signal mask that Ray set."""
-    import ctypes
-
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+    _LIBC.prctl(1, signal.SIGKILL, 0, 0, 0)
     signal.pthread_sigmask(signal.SIG_SETMASK, set())

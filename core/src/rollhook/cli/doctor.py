@@ -91,10 +91,11 @@ def memory() -> Iterator[Row]:
 
 def disk() -> Iterator[Row]:
     """Room where runs, caches and temporary files go."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    from rollhook.packs import cache_directory
+
     for name, path in {
         "runs": Path("runs").absolute(),
-        "cache": cache,
+        "cache": cache_directory(),
         "temporary": Path(tempfile.gettempdir()),
     }.items():
         there = next(each for each in (path, *path.parents) if each.exists())

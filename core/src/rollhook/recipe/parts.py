@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pydantic import BaseModel
 from rollhook.component import BuildContext
 from rollhook.errors import RollhookError
 from rollhook.installed import nearest
+from rollhook.packs import cache_directory
 from rollhook.plugins import LoadError, Plugins, load
 from rollhook.recipe.load import Loaded
 from rollhook.recipe.names import chain, located_names
@@ -67,12 +67,6 @@ class Parts:
         except (RollhookError, ImportError, OSError) as error:
             reason = " ".join(str(error).split())
             return Problem(f"{part.key}.use", f"{part.name} cannot be built here: {reason}", scope="site")
-
-
-def cache_directory() -> Path:
-    """Return the user's cache directory (XDG)."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "rollhook"
 
 
 def find_parts(loaded: Loaded) -> Parts:

@@ -258,7 +258,7 @@ def model(c: Composition) -> Iterator[Problem]:
         yield Problem(
             "model.tokenizer",
             "is missing: fresh weights have no tokenizer",
-            allowed="a path or name, or {train: CORPUS}",
+            allowed="a directory, or {train: CORPUS}",
         )
     if m.path is not None and m.tokenizer is not None and not isinstance(m.tokenizer, str):
         yield Problem(

@@ -80,7 +80,7 @@ class Model(_Section):
     init: Annotated[ModelInit | None, Field(description="make fresh weights instead of loading some")] = None
     tokenizer: Annotated[
         str | TokenizerTraining | None,
-        Field(description="path or name, or one to train; default: the model's"),
+        Field(description="directory of one, or one to train; default: the model's"),
     ] = None
     chat_template: Annotated[
         str | None, Field(description="path of a Jinja template; default: the tokenizer's")

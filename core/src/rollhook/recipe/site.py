@@ -12,7 +12,7 @@ from typing import Any
 from rollhook import budgets
 from rollhook.environment import Environment, Task
 from rollhook.errors import RollhookError
-from rollhook.packs import PREFIX, resolve
+from rollhook.packs import PREFIX, resolve_all
 from rollhook.recipe.parts import Part
 from rollhook.recipe.problem import Problem
 from rollhook.recipe.rules import Composition
@@ -53,12 +53,8 @@ def _files(c: Composition) -> Iterator[Problem]:
 
 
 def _is_hub_name(key: str, name: str) -> bool:
-    """`owner/name` is a model of the hub, not a path, unless it is written like one."""
-    return (
-        key in {"model.path", "model.tokenizer"}
-        and not name.startswith(("/", ".", "~"))
-        and name.count("/") <= 1
-    )
+    """`model.path: owner/name` is a model of the hub, not a path, unless it is written like one."""
+    return key == "model.path" and not name.startswith(("/", ".", "~")) and name.count("/") <= 1
 
 
 def _storage(c: Composition) -> Iterator[Problem]:
@@ -161,15 +157,7 @@ def _lifetime(c: Composition, task: Task) -> float:
 def _build(c: Composition, part: Part) -> Any:
     """Return the component with `pack:` references turned into paths, None, or a problem, as `build` does."""
     try:
-        keys = _paths(c, dict(part.keys))
+        keys = resolve_all(part.keys, c.parts.plugins)
     except (RollhookError, OSError) as error:
         return _site(part.key, str(error))
     return c.parts.build(dataclasses.replace(part, keys=keys))
-
-
-def _paths(c: Composition, value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _paths(c, each) for key, each in value.items()}
-    if isinstance(value, str) and value.startswith(PREFIX):
-        return str(resolve(value, c.parts.plugins))
-    return value

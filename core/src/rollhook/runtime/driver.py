@@ -16,11 +16,12 @@ from rollhook.episode_store import EpisodeStore
 from rollhook.errors import RunError, UsageError, first_of
 from rollhook.metrics_file import MetricsWriter
 from rollhook.observers import Observers
+from rollhook.packs import cache_directory, resolve_all
 from rollhook.records import Sample
 from rollhook.runtime.episode import EpisodeResult
 from rollhook.runtime.evaluate import Evaluation
 from rollhook.runtime.model import is_path, local_model
-from rollhook.runtime.parts import Parts, cache_directory
+from rollhook.runtime.parts import Parts
 from rollhook.runtime.progress import Display
 from rollhook.runtime.results import RunResult, Status
 from rollhook.runtime.rollout import Batch, VerdictWatch, batch_metrics
@@ -133,6 +134,7 @@ class Driver:
             model_dir = await self._initial_model(parts, placing, attempt)
         except BaseException:
             placing.cancel()
+            await asyncio.wait({placing})
             raise
 
         async def set_up() -> Remote:
@@ -161,7 +163,7 @@ class Driver:
             use.use: parts.build("tracker", use, f"trackers.{use.use}") for use in self.recipe.trackers
         }
         self.observers = Observers(self.plugins, trackers, dict(self.resolved))
-        stack.callback(self.observers.close)
+        stack.push_async_callback(asyncio.to_thread, self.observers.close)
         self.checkpoints = CheckpointStore(self.run_dir.checkpoints, attempt=attempt.number)
         self.attempt = attempt
 
@@ -204,7 +206,7 @@ class Driver:
             return await self._pretrained(model.path or "", placing)
         directory = attempt.path / "model"
         directory.mkdir()
-        keys = parts.resolved(model.model_dump())
+        keys = resolve_all(model.model_dump(), self.plugins)
         trainer = await placing
         await trainer.call("initialise_model", keys, str(directory), derive(self.recipe.seed, "model"))
         return directory

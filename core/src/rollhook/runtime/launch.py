@@ -83,7 +83,7 @@ async def run_recipe(
         if stop.drain.is_set():
             return RunResult(loaded.recipe.name, "stopped", "")
         if results:
-            loaded, plugins = compose(source, overrides, needs_results=results)
+            loaded, plugins = await asyncio.to_thread(compose, source, overrides, needs_results=results)
         return await _run(loaded, plugins, cluster, display, stop, run_id)
 
 
@@ -130,15 +130,17 @@ async def _run_needs(
     results: dict[str, dict[str, Any]] = {}
     for alias, need in needs.items():
         overrides = [*need.overrides, f"storage.root={root}"]
-        loaded, plugins = compose(need.recipe, overrides)
-        result = finished_run(root, digest(loaded, plugins))
+        loaded, plugins = await asyncio.to_thread(compose, need.recipe, overrides)
+        result = await asyncio.to_thread(finished_run, root, digest(loaded, plugins))
         if result is not None:
             display.say(f"Needs {alias} ({need.recipe}): run {result.run_id} did it already.")
         else:
             display.say(f"Needs {alias} ({need.recipe}): running it first.")
             inner = await _run_needs(loaded.recipe.needs, root, cluster, display, stop)
             if inner:
-                loaded, plugins = compose(need.recipe, overrides, needs_results=inner)
+                loaded, plugins = await asyncio.to_thread(
+                    compose, need.recipe, overrides, needs_results=inner
+                )
             result = await _run(loaded, plugins, cluster, display, stop, None)
         if result.status != "succeeded":
             stop.drain.set()
@@ -150,12 +152,17 @@ async def _run_needs(
 async def _run(
     loaded: Loaded, plugins: Plugins, cluster: Cluster, display: Display, stop: Stop, run_id: str | None
 ) -> RunResult:
+    run = await asyncio.to_thread(_make_directory, loaded, plugins, run_id)
+    return await _drive(loaded, plugins, run, cluster, display, stop)
+
+
+def _make_directory(loaded: Loaded, plugins: Plugins, run_id: str | None) -> RunDir:
     from rollhook.rundir import RunDir
 
     run = RunDir.create(storage_root(loaded), loaded.recipe.name, run_id=run_id)
     write_atomic(run.recipe_path, loaded.text.encode())
     write_lock(run.lock_path, loaded, plugins)
-    return await _drive(loaded, plugins, run, cluster, display, stop)
+    return run
 
 
 async def _drive(

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
 from rollhook.agent import Agent
 from rollhook.component import BuildContext
 from rollhook.errors import UsageError
-from rollhook.packs import resolve
+from rollhook.packs import cache_directory, resolve_all
 from rollhook.plugins import Plugins
 from rollhook.recipe.schema import Recipe, Use
 from rollhook.records import Group
 from rollhook.runtime.seeds import derive
 from rollhook.secrets import resolve_secret
-
-
-def cache_directory() -> Path:
-    """Return the user's cache directory (XDG)."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "rollhook"
 
 
 class Parts:
@@ -49,7 +42,7 @@ class Parts:
 
     def keys(self, use: Use) -> dict[str, Any]:
         """Return a component's keys with `pack:` references turned into paths."""
-        found: dict[str, Any] = self.resolved(use.keys)
+        found: dict[str, Any] = resolve_all(use.keys, self.plugins)
         return found
 
     def build(self, kind: str, use: Use, name: str) -> Any:
@@ -67,11 +60,3 @@ class Parts:
         """Ask the loaded filters; the first reason counts."""
         reasons = self.plugins.manager.hook.rollhook_accept_group(group=group)
         return next((reason for reason in reasons if reason), None)
-
-    def resolved(self, value: Any) -> Any:
-        """Return a plain value with every `pack:` reference in it turned into a path."""
-        if isinstance(value, dict):
-            return {key: self.resolved(each) for key, each in value.items()}
-        if isinstance(value, str) and value.startswith("pack:"):
-            return str(resolve(value, self.plugins))
-        return value

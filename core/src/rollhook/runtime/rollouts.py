@@ -322,8 +322,8 @@ class Rollouts:
         model = self._recipe.model
         tokenizer = model.tokenizer if model is not None and isinstance(model.tokenizer, str) else None
         template = model.chat_template if model is not None else None
-        text = Path(template).read_text() if template else None
-        return Renderer(Path(tokenizer) if tokenizer else model_dir, text)
+        text = Path(template).expanduser().read_text("utf-8") if template else None
+        return Renderer(Path(tokenizer).expanduser() if tokenizer else model_dir, text)
 
     def _context_length(self, model_dir: Path) -> int:
         from rollhook.runtime.model import context_length

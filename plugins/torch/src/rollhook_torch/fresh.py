@@ -35,13 +35,12 @@ def initialise(model: Mapping[str, Any], directory: Path, seed: int) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = model.get("tokenizer")
     template = model.get("chat_template")
-    template_text = Path(template).read_text() if template else None
+    template_text = Path(template).expanduser().read_text("utf-8") if template else None
     if isinstance(tokenizer, Mapping):
-        train_tokenizer(
-            Path(tokenizer["train"]), int(tokenizer.get("vocab_size", 768)), directory, template_text
-        )
+        corpus = Path(tokenizer["train"]).expanduser()
+        train_tokenizer(corpus, int(tokenizer.get("vocab_size", 768)), directory, template_text)
     elif isinstance(tokenizer, str):
-        copy_tokenizer(Path(tokenizer), directory, template_text)
+        copy_tokenizer(Path(tokenizer).expanduser(), directory, template_text)
     else:
         raise TrainerError(
             "model.tokenizer is missing: a fresh model needs one, a path or {train: CORPUS}", kind="user"

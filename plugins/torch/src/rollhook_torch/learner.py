@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rollhook.durable import fsync_tree
 from rollhook.errors import TrainerError
 from rollhook.records import Sample
 from rollhook.session.render import Renderer
@@ -24,7 +25,6 @@ from rollhook_torch.rows import Rows
 from rollhook_torch.schedule import learning_rate
 from rollhook_torch.weights import (
     choose_device,
-    fsync_directory,
     load_into,
     load_model,
     read_file,
@@ -75,7 +75,7 @@ class Learner:
         if config.algorithm == "sft":
             assert config.data is not None
             self._rows = Rows(
-                Path(config.data),
+                Path(config.data).expanduser(),
                 Renderer(model_dir),
                 seed=seed,
                 max_tokens=getattr(self._model.config, "max_position_embeddings", None),
@@ -93,7 +93,7 @@ class Learner:
     def publish(self, directory: Path) -> None:
         """Write an HF directory that `from_pretrained` loads."""
         save_model(self._model, directory, self._tokenizer_from)
-        fsync_directory(directory)
+        fsync_tree(directory)
 
     def save(self, directory: Path) -> None:
         """Write the model, the optimizer, the data position and, with KL, the reference."""
@@ -111,7 +111,7 @@ class Learner:
             "position": self._rows.position if self._rows is not None else 0,
         }
         (directory / STATE_FILE).write_text(json.dumps(state))
-        fsync_directory(directory)
+        fsync_tree(directory)
 
     def load(self, directory: Path) -> None:
         """Restore what `save` wrote. Raises TrainerError where it is not of this trainer and model."""

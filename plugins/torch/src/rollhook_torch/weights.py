@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -106,13 +105,3 @@ def save_model(model: Any, directory: Path, tokenizer_from: Path) -> None:
 def save_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
     """Write tensors to one safetensors file."""
     save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path)
-
-
-def fsync_directory(directory: Path) -> None:
-    """Make every file of a directory and its entries durable."""
-    for path in [*directory.iterdir(), directory]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
