@@ -209,8 +209,11 @@ def test_a_torn_row_is_removed_before_the_next(tmp_path_factory: pytest.TempPath
 
 def test_a_damaged_row_and_a_missing_file_are_named(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\nbroken\n{"step": 2}\n')
+    path.write_text('{"schema": 1, "step": 1}\nbroken\n{"schema": 1, "step": 2}\n')
     with pytest.raises(RunError, match="line 2: not a row of metrics"):
+        list(read_metrics(path))
+    path.write_text('{"schema": 2, "step": 1}\n')
+    with pytest.raises(RunError, match="has schema 2, this Rollhook reads up to 1"):
         list(read_metrics(path))
     with pytest.raises(RunError, match="cannot be read"):
         list(read_metrics(tmp_path / "absent"))

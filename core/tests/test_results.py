@@ -36,6 +36,14 @@ def test_a_damaged_result_is_none_at_all(tmp_path: Path, raw: bytes) -> None:
     assert finished_run(tmp_path, "d") is None
 
 
+def test_a_result_of_a_later_schema_does_not_count(tmp_path: Path) -> None:
+    run = finished(tmp_path)
+    raw = (run / "result.json").read_bytes()
+    (run / "result.json").write_bytes(raw.replace(b'"schema": 1', b'"schema": 2'))
+    assert read_result(run) is None
+    assert finished_run(tmp_path, "d") is None
+
+
 def test_a_result_whose_checkpoint_is_half_there_does_not_count(tmp_path: Path) -> None:
     run = finished(tmp_path)
     (run / "checkpoints" / "00000003" / "checkpoint.json").unlink()

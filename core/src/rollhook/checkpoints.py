@@ -18,7 +18,7 @@ from typing import Any
 
 import orjson
 
-from rollhook.durable import cannot_write, fsync_directory, fsync_tree, to_json, write_atomic
+from rollhook.durable import cannot_write, check_schema, fsync_directory, fsync_tree, to_json, write_atomic
 from rollhook.errors import RunError
 
 SCHEMA_VERSION = 1
@@ -141,11 +141,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     except (OSError, ValueError) as error:
         raise RunError(f"{path / MARKER} cannot be read: {error}") from error
     try:
-        if marker["schema"] > SCHEMA_VERSION:
-            raise RunError(
-                f"{path / MARKER} has schema {marker['schema']}, this Rollhook reads up to {SCHEMA_VERSION}; "
-                "upgrade rollhook"
-            )
+        check_schema(marker["schema"], SCHEMA_VERSION, path / MARKER)
         return Checkpoint(
             path,
             marker["step"],

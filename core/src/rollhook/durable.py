@@ -28,6 +28,12 @@ def cannot_write(path: Path, error: OSError) -> RunError:
     return RunError(f"{path} cannot be written: {why}; what is there is intact; {remedy}, then run again")
 
 
+def check_schema(schema: int, newest: int, path: Path) -> None:
+    """Raise RunError for a file of a later schema than `newest`, the one that this version writes."""
+    if schema > newest:
+        raise RunError(f"{path} has schema {schema}, this Rollhook reads up to {newest}; upgrade rollhook")
+
+
 def fsync_directory(path: Path) -> None:
     """Make the names in a directory durable."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

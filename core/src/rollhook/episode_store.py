@@ -25,7 +25,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollhook.durable import cannot_write, from_json, fsync_directory, to_json, write_all, write_atomic
+from rollhook.durable import (
+    cannot_write,
+    check_schema,
+    from_json,
+    fsync_directory,
+    to_json,
+    write_all,
+    write_atomic,
+)
 from rollhook.errors import RollhookError, RunError
 from rollhook.records import SCHEMA_VERSION, EpisodeRecord, Outcome, Sample
 
@@ -238,7 +246,7 @@ def read_tensors(path: Path) -> Tensors:
     try:
         with safe_open(path, framework="np") as file:
             schema = int((file.metadata() or {}).get("schema", 0))
-            _check_schema(schema, path)
+            check_schema(schema, SCHEMA_VERSION, path)
             tensors = {name: file.get_tensor(name) for name in TENSORS}
     except (OSError, SafetensorError, ValueError) as error:
         raise RunError(f"{path} cannot be read: {error}") from error
@@ -257,20 +265,13 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
     for number, line in enumerate(lines[:-1], start=1):
         try:
             row = _loads(line)
-            _check_schema(row["schema"], path)
+            check_schema(row["schema"], SCHEMA_VERSION, path)
         except (ValueError, KeyError, TypeError) as error:
             if number == len(lines) - 1:
                 logger.warning("%s, line %d: torn by a crash, dropped", path, number)
                 return
             raise RunError(f"{path}, line {number}: not an episode ({error})") from error
         yield row
-
-
-def _check_schema(schema: int, path: Path) -> None:
-    if schema > SCHEMA_VERSION:
-        raise RunError(
-            f"{path} has schema {schema}, this Rollhook reads up to {SCHEMA_VERSION}; upgrade rollhook"
-        )
 
 
 def _record(row: Mapping[str, Any]) -> EpisodeRecord:

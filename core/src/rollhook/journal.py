@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from rollhook.durable import cannot_write, from_json, fsync_directory, to_json, write_all
+from rollhook.durable import cannot_write, check_schema, from_json, fsync_directory, to_json, write_all
 from rollhook.errors import RollhookError, RunError
 
 logger = logging.getLogger(__name__)
@@ -113,10 +113,7 @@ def _check_schema(path: Path, entry: Entry) -> None:
     schema = entry.data.get("schema")
     if entry.event != "journal" or not isinstance(schema, int):
         raise JournalError(f"{path}, line 1: not a journal (no schema version)", line=1)
-    if schema > SCHEMA_VERSION:
-        raise RunError(
-            f"{path} has schema {schema}, this Rollhook reads up to {SCHEMA_VERSION}; upgrade rollhook"
-        )
+    check_schema(schema, SCHEMA_VERSION, path)
 
 
 class Journal:

@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from rollhook.durable import cannot_write, to_json, write_all
+from rollhook.durable import cannot_write, check_schema, to_json, write_all
 from rollhook.errors import RunError
 
 SCHEMA_VERSION = 1
@@ -56,7 +56,10 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a metrics file; a torn last line is dropped, any other bad line is a RunError."""
+    """Yield the rows of a metrics file; a torn last line is dropped.
+
+    Raises RunError for any other bad line, and for one of a later schema.
+    """
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -64,7 +67,8 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     for number, line in enumerate(data.split(b"\n")[:-1], start=1):
         try:
             row = orjson.loads(line)
-        except ValueError as error:
+            check_schema(row["schema"], SCHEMA_VERSION, path)
+        except (ValueError, KeyError, TypeError) as error:
             raise RunError(f"{path}, line {number}: not a row of metrics ({error})") from error
         yield row
 

@@ -111,7 +111,6 @@ class RunDir:
         self.metrics_path = path / "metrics.jsonl"
         self.recipe_path = path / "recipe.yaml"
         self.lock_path = path / "recipe.lock.yaml"
-        self.report_path = path / "report.html"
 
     @classmethod
     def create(cls, root: Path | str, name: str, *, run_id: str | None = None) -> Self:

@@ -19,6 +19,7 @@ from rollhook.router import Worker
 
 log = logging.getLogger(__name__)
 
+SCHEMA_VERSION = 1
 MARKER = "COMPLETE.json"
 _NAME = re.compile(r"v(\d{6,})")
 _KEPT = 2
@@ -67,7 +68,7 @@ class WeightStore:
         """Make every byte of `path` durable, then mark it complete. Blocks; call it off the loop."""
         try:
             fsync_tree(path)
-            write_atomic(path / MARKER, orjson.dumps({"version": version}))
+            write_atomic(path / MARKER, orjson.dumps({"schema": SCHEMA_VERSION, "version": version}))
             fsync_directory(self.directory)
         except OSError as error:
             raise cannot_write(path, error) from error

@@ -100,8 +100,8 @@ def no_effect(c: Composition) -> Iterator[Problem]:
     if c.loaded.locked is not None:
         return
     if c.trains and not c.trains_on_episodes:
-        keys = ["group_size", "batch_groups", "submission", "max_staleness", "buffer_groups", "refill_limit"]
-        keys += ["drop_zero_variance", "draw", "draw_floor", "permute_rewards"]
+        keys = ["group_size", "batch_groups", "submission", "refill_limit", "drop_zero_variance"]
+        keys += ["draw", "draw_floor", "permute_rewards"]
         chosen = c.layer("trainer")
         yield from _idle(
             c,
@@ -128,6 +128,9 @@ def no_effect(c: Composition) -> Iterator[Problem]:
     if c.trains and not r.evaluation.every:
         keys = [f"evaluation.{key}" for key in ("split", "episodes", "samples", "greedy", "first")]
         yield from _idle(c, keys, c.layer("evaluation.every"), "evaluation.every is 0")
+    overlap = ["rollout.max_staleness", "rollout.buffer_groups"]
+    yield from _idle(c, overlap, -1, "in this version every step waits for episodes of its own weights")
+    yield from _idle(c, ["gateway.public_url"], -1, "in this version no agent works in a sandbox elsewhere")
     if len(r.environment) == 1:
         yield from _idle(c, ["environment.weight"], -1, "there is one environment")
     agent = c.part("agent")
@@ -169,12 +172,6 @@ def numbers(c: Composition) -> Iterator[Problem]:
             "rollout.workers",
             f"{rollout.workers} is too many: one rollout worker process is what this version runs",
             allowed="allowed: 1",
-        )
-    if rollout.buffer_groups is not None and rollout.buffer_groups < rollout.batch_groups:
-        yield Problem(
-            "rollout.buffer_groups",
-            f"{rollout.buffer_groups} is less than rollout.batch_groups, {rollout.batch_groups}: "
-            "a batch would never be full",
         )
     if rollout.submission == "group" and rollout.max_concurrent < rollout.group_size:
         yield Problem(
@@ -271,9 +268,8 @@ def model(c: Composition) -> Iterator[Problem]:
 def gateway(c: Composition) -> Iterator[Problem]:
     """Who may reach the sessions."""
     bind, key = c.recipe.gateway.bind, "gateway.bind"
-    host = bind.rpartition(":")[0].strip("[]") if bind.count(":") == 1 or bind.startswith("[") else bind
     try:
-        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+        loopback = bind == "localhost" or ipaddress.ip_address(bind).is_loopback
     except ValueError:
         yield Problem(
             key,
@@ -287,9 +283,6 @@ def gateway(c: Composition) -> Iterator[Problem]:
             f"{bind} can be reached from elsewhere, so gateway.token is needed",
             hint="set gateway.token=env:NAME",
         )
-    url = c.recipe.gateway.public_url
-    if url is not None and not url.startswith(("http://", "https://")):
-        yield Problem("gateway.public_url", f"{url!r} is not a URL", allowed="http://... or https://...")
 
 
 def lists(c: Composition) -> Iterator[Problem]:

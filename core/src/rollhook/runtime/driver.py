@@ -23,7 +23,7 @@ from rollhook.runtime.evaluate import Evaluation
 from rollhook.runtime.model import is_path, local_model
 from rollhook.runtime.parts import Parts
 from rollhook.runtime.progress import Display
-from rollhook.runtime.results import RunResult, Status
+from rollhook.runtime.results import RunResult
 from rollhook.runtime.rollout import Batch, VerdictWatch, batch_metrics
 from rollhook.runtime.seeds import derive
 from rollhook.runtime.watchdog import Watchdog
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from rollhook.cluster import Cluster, Remote
     from rollhook.plugins import Plugins
     from rollhook.recipe.schema import Recipe
-    from rollhook.rundir import Attempt, RunDir
+    from rollhook.rundir import Attempt, RunDir, Status
     from rollhook.runtime.rollouts import Rollouts
 
 logger = logging.getLogger(__name__)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 import orjson
 
 from rollhook.checkpoints import MARKER
-from rollhook.durable import write_atomic
+from rollhook.durable import check_schema, write_atomic
+from rollhook.errors import RunError
+from rollhook.rundir import Status
 from rollhook.runtime.evaluate import Evaluation, Rate
 
+SCHEMA_VERSION = 1
 NAME = "result.json"
-Status = Literal["succeeded", "failed", "stopped"]
 
 
 @dataclass
@@ -34,6 +34,7 @@ class RunResult:
     def write(self, directory: Path) -> None:
         """Write `result.json` into the run's directory."""
         data = {
+            "schema": SCHEMA_VERSION,
             "run_id": self.run_id,
             "status": self.status,
             "digest": self.digest,
@@ -57,9 +58,10 @@ class RunResult:
 
 
 def read_result(directory: Path) -> RunResult | None:
-    """Return a run's result; None where there is none or it cannot be read."""
+    """Return a run's result; None where there is none or it cannot be read, such as one of a later schema."""
     try:
         data = dict(orjson.loads((directory / NAME).read_bytes()))
+        check_schema(data.pop("schema"), SCHEMA_VERSION, directory / NAME)
         evaluations = [
             Evaluation(
                 e["step"],
@@ -71,7 +73,7 @@ def read_result(directory: Path) -> RunResult | None:
             for e in data.pop("evaluations")
         ]
         return RunResult(**data, evaluations=evaluations)
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, RunError):
         return None
 
 
@@ -84,11 +86,6 @@ def finished_run(root: Path, digest: str) -> RunResult | None:
         if result.checkpoint and (Path(str(result.checkpoint)) / MARKER).is_file():
             return result
     return None
-
-
-def last_of(evaluations: Sequence[Evaluation], mode: str) -> Evaluation | None:
-    """Return the newest evaluation of a mode."""
-    return next((e for e in reversed(evaluations) if e.mode == mode), None)
 
 
 def _counts(evaluation: Evaluation) -> dict[str, list[int]]:

@@ -244,7 +244,7 @@ class Rollouts:
         )
         self._stack.push_async_callback(gateway.stop)
         await gateway.start()
-        write_atomic(self._attempt.path / "gateway.json", to_json({"url": gateway.url}) + b"\n")
+        write_atomic(self._attempt.path / "gateway.json", to_json({"schema": 1, "url": gateway.url}) + b"\n")
 
     def _sampling(self) -> SamplingParams:
         sampling = self._recipe.rollout.sampling

@@ -14,7 +14,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from rollhook_tbench2.problems import TaskProblem, line_of
 
 FILE = "task.toml"
-SCHEMAS = ("1.0", "1.1", "1.2", "1.3", "1.4")
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
