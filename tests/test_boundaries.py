@@ -109,6 +109,12 @@ def test_a_plugin_imports_the_core_and_its_own_sdk_only(distribution: Path) -> N
     assert [str(e) for e in found if e.top == "ray"] == [], "Ray is reached through rollhook.cluster"
 
 
+@pytest.mark.parametrize("distribution", [ROOT / "core", *PLUGINS], ids=lambda p: p.name)
+def test_every_declared_dependency_is_imported(distribution: Path) -> None:
+    imported = {each.top for path in modules(distribution / "src") for each in imports(path)}
+    assert declared(distribution) - {"rollhook", "pydantic_core"} - imported == set()
+
+
 def layer(module: str) -> int:
     if module.startswith("rollhook.cli"):
         return 3
