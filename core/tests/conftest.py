@@ -18,7 +18,7 @@ TOY = "rollhook-toy"
 TOY_NAMES = """
 environment.room agent.talker agent.worker agent.cheat agent.idle sandbox.box sandbox.bare sandbox.wrapper
 sandbox.absent router.spread router.stick engine.generator engine.text trainer.learner trainer.tuner
-launcher.here tracker.log pack.sand plugin.watcher
+launcher.here launcher.afar tracker.log pack.sand plugin.watcher
 """.split()  # noqa: SIM905
 
 BASE = """\

@@ -15,6 +15,7 @@ from rollhook.session import Renderer
 from rollhook.testing.engine import LocalPlacement
 from rollhook.testing.fake_engine import FakeEngines
 from rollhook.testing.fake_environment import Sums
+from rollhook.testing.fakes_sandbox import FakeSandboxes
 from rollhook.testing.policy import says
 from rollhook.testing.tokenizer import write_tokenizer
 
@@ -32,6 +33,14 @@ class Halves(Sums):
         return [task for task in super().tasks("train") if task.problem is None and task.id != "unjudged"]
 
 
+class Described(FakeSandboxes):
+    def __init__(self, config, context):
+        super().__init__()
+
+    def describe(self):
+        return {"mode": "fake", "limits": "none"}
+
+
 class FakeParts:
     """Builds the parts of this test; what the recipe calls them does not matter."""
 
@@ -43,7 +52,9 @@ class FakeParts:
         return BuildContext(logging.getLogger(name), self.directory, self.directory, run_id="r", attempt=1)
 
     def build(self, kind, use, name, context=None):
-        made = {"environment": Halves, "agent": Answers, "router": RouterPolicy}
+        made = {
+            "environment": Halves, "agent": Answers, "router": RouterPolicy, "sandbox": Described,
+        }  # fmt: skip
         return self.engine if kind == "engine" else made[kind](Config(), self.context(kind))
 
     def build_agent(self):
@@ -73,6 +84,7 @@ async def started(tmp_path):
             "name": "two",
             "environment": [{"use": "sums", "weight": 3}, {"use": "sums"}],
             "agent": {"use": "answers"},
+            "sandbox": {"use": "described"},
             "engine": {"use": "fake"},
             "router": {"use": "first"},
             "rollout": {"batch_groups": 4, "group_size": 2, "drop_zero_variance": False},
@@ -104,6 +116,10 @@ async def test_environments_share_a_batch_by_weight_and_are_evaluated_apart(star
     ids = [result.record.episode_id for result in started.results]
     assert len(set(ids)) == len(ids)
     assert sorted(d["episode_id"] for e, d in started.attempt.events if e == "episode_started") == sorted(ids)
+
+
+async def test_a_run_says_how_its_sandboxes_are_made(started):
+    assert started.rollouts.descriptions["sandbox"] == "mode fake, limits none"
 
 
 async def test_samples_hold_what_the_engines_emitted_with_its_version(started):

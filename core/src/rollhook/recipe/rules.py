@@ -285,6 +285,17 @@ def gateway(c: Composition) -> Iterator[Problem]:
         )
 
 
+def launcher(c: Composition) -> Iterator[Problem]:
+    """Where the run is driven."""
+    part = c.part("launcher")
+    if part and part.cls and not part.cls.in_process:
+        yield Problem(
+            "launcher.use",
+            f"{part.name} submits jobs, and this version drives runs in its own process only",
+            hint="set launcher=local",
+        )
+
+
 def lists(c: Composition) -> Iterator[Problem]:
     """Names given twice in a list."""
     for key, names in (
@@ -327,6 +338,7 @@ _RULES: list[Callable[[Composition], Iterator[Problem]]] = [
     budgets,
     model,
     gateway,
+    launcher,
     lists,
     sandbox_isolation,
 ]

@@ -64,6 +64,7 @@ class Rollouts:
         self._weights: tuple[Path, int] | None = None
         self._reviving = asyncio.Lock()
         self._lost: dict[str, EngineError] = {}
+        #: what a reader of the results must know of sandboxes and data
         self.descriptions: dict[str, str] = {}
 
     async def prepare(self) -> None:
@@ -84,7 +85,8 @@ class Rollouts:
                 raise UsageError(f"environment {name} cannot run here: {'; '.join(problems)}")
             await self._read_tasks(name, environment, use.split, recipe.evaluation.split)
             self._runners[name] = self._runner(name, environment, agent)
-            self.descriptions.update(environment.describe())
+            of = f"{name} " if len(self._names) > 1 else ""
+            self.descriptions.update({f"{of}{key}": text for key, text in environment.describe().items()})
 
     async def start(self, placement: Placement, model_dir: Path, version: int) -> None:
         """Start the engines with these weights and open the policy."""
@@ -219,6 +221,8 @@ class Rollouts:
         backend: SandboxBackend = self._parts.build("sandbox", use, "sandbox")
         self._stack.push_async_callback(backend.aclose)
         await backend.start()
+        if described := backend.describe():
+            self.descriptions["sandbox"] = ", ".join(f"{key} {text}" for key, text in described.items())
         self._pool = SandboxPool(
             backend,
             run_id=self._attempt.run.run_id,

@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -44,7 +44,6 @@ class _Running:
     rid: str
     aborted: bool = False
     restart: bool = False
-    wake: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class FakeEngine:
