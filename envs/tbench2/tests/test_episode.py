@@ -92,7 +92,7 @@ async def test_neither_tests_nor_solution_are_there_while_the_agent_works(
     search = (
         "find / -path /usr -prune -o -path /proc -prune -o -name 'test.sh' -print -o -name 'solve.sh' -print"
     )
-    look = f"(ls -A /tests /solution/* /logs/verifier; {search}; ls) > seen.txt 2>/dev/null"
+    look = f"(find /tests /solution /logs/verifier -mindepth 1; {search}; ls) > seen.txt 2>/dev/null"
     verdict = await judge(write_task(tmp_path, **files), local_box, look, "cp seen.txt answer.txt")
     assert verdict.reward == 0.0
     assert verdict.detail["output"].split() == ["given.txt", "seen.txt"]
@@ -151,7 +151,7 @@ async def test_a_planted_reward_does_not_stand_in_for_a_missing_one(
         "mkdir -p /tests && echo 'exit 0' > /tests/conftest.py",
         "mkdir -p /tests && ln -s /bin/true /tests/test.sh",
         "rm -rf /tests; ln -s /work /tests",
-        "rm -rf /tests; echo x > /tests",
+        "rm -rf /tests; echo x > /tests || echo x > /tests/file",
     ],
     ids=["conftest", "linked test", "linked directory", "file"],
 )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -120,3 +122,118 @@ async def test_the_kernels_keys_pass_nothing_from_one_sandbox_to_the_next(tmp_pa
     async with two_boxes(tmp_path, mode) as (first, second):
         await first.exec(["python3", "-c", KEYS, "put"], timeout=20)
         assert (await second.exec(["python3", "-c", KEYS, "get"], timeout=20)).text == ""
+
+
+REPLACE = """
+for path in "$@"; do
+  mv -T "$path" /aside || unlink "$path" || rmdir "$path" || ln -sfnT /tmp "$path" || continue
+  echo "$path"
+done 2>/dev/null
+"""
+
+
+@pytest.fixture
+def tool() -> Iterator[Path]:
+    """A directory of the host's to show, where sandboxes have nothing of their own."""
+    if not os.access("/srv", os.W_OK):
+        pytest.skip("/srv may not be written")
+    with tempfile.TemporaryDirectory(dir="/srv", prefix="rollhook-test-") as directory:
+        os.chmod(directory, 0o755)
+        Path(directory, "tool").mkdir()
+        Path(directory, "tool", "file").touch()
+        yield Path(directory, "tool")
+
+
+async def test_nothing_of_the_hosts_can_be_replaced(tmp_path: Path, mode: str, tool: Path) -> None:
+    paths = ["/bin", "/sbin", "/lib", "/lib64", "/usr", "/etc", "/proc", "/dev", "/tests", "/logs"]
+    paths += ["/logs/verifier", str(tool), str(tool.parent), "/srv"]
+    async with two_boxes(tmp_path, mode, read_only=[str(tool)]) as (hostile, _):
+        there = [path for path in paths if (await hostile.shell(f"[ -e {path} ]", timeout=10)).ok]
+        replaced = await hostile.exec(["/bin/sh", "-c", REPLACE, "sh", *there], timeout=20)
+        assert replaced.text == ""
+        assert (await hostile.shell(f"ls {tool}", timeout=10)).text.split() == ["file"]
+
+
+ENDS = """
+import os, resource
+for limit in (resource.RLIMIT_CPU, resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE, resource.RLIMIT_AS):
+    try:
+        resource.prlimit(1, limit, (0, 0))
+    except PermissionError:
+        print("refused")
+assert resource.prlimit(0, resource.RLIMIT_CORE, (0, 0))
+try:
+    open("/proc/sys/kernel/pid_max", "w").write("301")
+except OSError:
+    print("refused")
+for signal in range(1, 65):
+    try:
+        os.kill(1, signal)
+    except OSError:
+        pass
+children = []
+try:
+    while len(children) < 400:
+        child = os.fork()
+        if child == 0:
+            os.execv("/bin/sleep", ["sleep", "0.3"])
+        children.append(child)
+except OSError:
+    pass
+"""
+
+
+async def test_process_1_cannot_be_ended_from_inside(tmp_path: Path, mode: str) -> None:
+    async with two_boxes(tmp_path, mode, pids=300) as (hostile, _):
+        result = await hostile.exec(["python3", "-c", ENDS], timeout=20)
+        assert result.ok, result.error_text
+        await hostile.shell("for i in 1 2 3; do (sleep 0.1 &) ; done; sleep 0.4", timeout=20)
+        assert await hostile.alive()
+        assert result.text.count("refused") == 5
+        assert (await hostile.shell("ulimit -n 100 && prlimit --nofile=50 true", timeout=10)).ok
+
+
+FILL = """
+for directory in /tests /logs /logs/verifier /work /dev/shm /tmp; do
+  mkdir -p $directory; head -c 1G /dev/zero > $directory/full; i=0
+  while [ $i -lt 20 ] && head -c 4096 /dev/zero > $directory/$i; do i=$((i+1)); done
+  chmod 700 $directory; chown 1000 $directory
+done 2>/dev/null
+true
+"""
+PLACES = ["/logs/verifier/reward.json", "/logs/verifier", "/tests"]
+
+
+async def test_a_full_disk_does_not_keep_the_verifier_from_judging(tmp_path: Path, mode: str) -> None:
+    tests = tmp_path / "tests"
+    (tests / "below").mkdir(parents=True)
+    (tests / "below" / "test.sh").write_text("mkdir -p /logs/verifier; echo 0 > /logs/verifier/reward.txt")
+    (tests / "data").write_bytes(bytes(100_000))
+    async with two_boxes(tmp_path, mode, disk_bytes=8 << 20) as (hostile, _):
+        assert await hostile.remove(PLACES) == []
+        assert (await hostile.shell(FILL, timeout=30)).ok
+        assert not (await hostile.shell("head -c 64K /dev/zero > /root/more", timeout=10)).ok
+        assert await hostile.remove(PLACES) == PLACES[1:]
+        modes = await hostile.shell("stat -c '%a %u' /tests /logs/verifier", timeout=10)
+        assert modes.text == "755 0\n755 0\n"
+        await hostile.upload_dir(tests, "/tests")
+        assert (await hostile.shell("sh /tests/below/test.sh", timeout=10)).ok
+        assert await hostile.read("/logs/verifier/reward.txt", limit=10) == b"0\n"
+        assert await hostile.remove(["/logs", "/tests"]) == ["/logs", "/tests"]
+        assert (await hostile.shell("ls -A /tests /logs/verifier; df /tests /logs/verifier", timeout=10)).ok
+
+
+DEEP = """
+import os
+os.chdir("/tests")
+for _ in range(30000):
+    os.mkdir("d")
+    os.chdir("d")
+"""
+
+
+async def test_a_tree_deeper_than_descriptors_go_is_removed(tmp_path: Path, mode: str) -> None:
+    async with two_boxes(tmp_path, mode) as (hostile, _):
+        assert (await hostile.exec(["python3", "-c", DEEP], timeout=20)).ok
+        assert await hostile.remove(["/tests"]) == ["/tests"]
+        assert await hostile.remove(["/tests"]) == []

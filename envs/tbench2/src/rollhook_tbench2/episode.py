@@ -132,7 +132,7 @@ class TBench2Phase(Phase):
         user = None if verifier.user in (None, "root", 0, "0") else str(verifier.user)
         script = MAKE_LOGS + RUN
         if user is not None:
-            prepare = f"{MAKE_LOGS}chmod 777 /logs/verifier && chmod a+rx /tests/test.sh"
+            prepare = f"{MAKE_LOGS}chmod a+rx /logs && chmod 777 /logs/verifier && chmod a+rx /tests/test.sh"
             made = await self._sandbox.shell(prepare, cwd="/", timeout=60.0)
             if not made.ok:
                 raise VerifierError(f"/logs/verifier cannot be made: {_tail(made.stderr)}")

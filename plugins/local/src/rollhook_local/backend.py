@@ -179,13 +179,15 @@ class LocalSandboxes(SandboxBackend):
 
     def _request(self, spec: SandboxSpec) -> dict[str, Any]:
         size = spec.disk_bytes or self.config.disk_bytes
+        dirs = view.private_directories(spec.workdir, self.config.writable)
+        own = [path for path, _ in dirs]
         if self.mode == "bubblewrap":
-            argv = view.bubblewrap_argv(self.config.read_only, size, sized=self._sized)
+            argv = view.bubblewrap_argv(self.config.read_only, own, size, sized=self._sized)
         else:
-            argv = view.unshare_argv(self.config.read_only, size)
+            argv = view.unshare_argv(self.config.read_only, own, size)
         return {
             "argv": argv,
-            "dirs": view.private_directories(spec.workdir, self.config.writable),
+            "dirs": dirs,
             "loopback": self.mode != "bubblewrap",
             "lifetime": spec.lifetime_seconds,
         }

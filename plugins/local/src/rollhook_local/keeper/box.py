@@ -224,7 +224,7 @@ def run_command(box: Box, request: dict[str, Any], fds: Sequence[int], home: tre
             linux.setns(box.pidfd, spaces)
             linux.setns(home.inner, linux.CLONE_NEWUSER)
             linux.drop_capabilities()
-            linux.forbid_keys()
+            linux.forbid_calls()
         for name, (soft, hard) in box.rlimits.items():
             resource.setrlimit(getattr(resource, name), (soft, hard))
         if request["ids"]:

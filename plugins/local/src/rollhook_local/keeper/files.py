@@ -10,6 +10,9 @@ import stat
 from rollhook_local.keeper.linux import open_in_root
 
 _DIRECTORY = os.O_PATH | os.O_DIRECTORY
+_LISTED = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+#: directories that a removal holds open at once
+_DEEPEST = 64
 
 
 def open_for_reading(root: int, path: str) -> int:
@@ -67,7 +70,10 @@ def write(root: int, path: str, data: bytes | memoryview, mode: int) -> None:
 
 
 def remove(root: int, path: str) -> bool:
-    """Remove a path with all below it, following no link at its end; return whether it was there."""
+    """Remove a path with all below it, following no link at its end; return whether it was there.
+
+    A mount stays, empty and as it was made; it was there if it held anything.
+    """
     parent_path, _, name = path.rstrip("/").rpartition("/")
     if name in ("", ".", ".."):
         raise OSError(errno.EINVAL, "not a path that can be removed", path)
@@ -78,9 +84,8 @@ def remove(root: int, path: str) -> bool:
     try:
         mode = os.lstat(name, dir_fd=parent).st_mode
         if stat.S_ISDIR(mode):
-            _remove_tree(name, parent)
-        else:
-            os.unlink(name, dir_fd=parent)
+            return _remove_tree(name, parent)
+        os.unlink(name, dir_fd=parent)
     except FileNotFoundError:
         return False
     finally:
@@ -88,40 +93,69 @@ def remove(root: int, path: str) -> bool:
     return True
 
 
-def _remove_tree(name: str, parent: int) -> None:
-    """Remove a directory, following no link; depth is bounded by descriptors, not by the stack.
+def _remove_tree(name: str, parent: int) -> bool:
+    """Remove a directory, following no link; return whether anything was removed.
 
-    Every directory is listed once: an agent that made very many must not hold up the other sandboxes.
+    Every directory is listed once: an agent that made very many must not hold up the other sandboxes. What
+    lies deep is moved up, so that depth takes neither the stack nor descriptors.
     """
     opened: list[tuple[str, int, list[str]]] = []
     inner: str | None = name
+    removed = 0
     try:
         while inner is not None or opened:
             if inner is not None:
-                flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-                directory = os.open(inner, flags, dir_fd=opened[-1][1] if opened else parent)
-                opened.append((inner, directory, []))
-                opened[-1][2].extend(_emptied(directory))
-            name, directory, full = opened[-1]
-            inner = full.pop() if full else None
+                above = opened[-1][1] if opened else parent
+                if len(opened) < _DEEPEST:
+                    opened.append((inner, os.open(inner, _LISTED, dir_fd=above), []))
+                    removed += _emptied(*opened[-1][1:])
+                else:  # to the second, as the first may hold it as a mount
+                    moved = f".rollhook-{os.urandom(8).hex()}"
+                    os.rename(inner, moved, src_dir_fd=above, dst_dir_fd=opened[1][1])
+                    opened[1][2].append(moved)
+            name, directory, waiting = opened[-1]
+            inner = waiting.pop() if waiting else None
             if inner is None:
-                os.close(directory)
+                above = opened[-2][1] if len(opened) > 1 else parent
+                if os.fstat(directory).st_dev != os.fstat(above).st_dev:
+                    _renew(directory)
+                else:
+                    os.rmdir(name, dir_fd=above)
+                    removed += 1
                 opened.pop()
-                os.rmdir(name, dir_fd=opened[-1][1] if opened else parent)
+                os.close(directory)
     finally:
         for _, directory, _ in opened:
             os.close(directory)
+    return removed > 0
 
 
-def _emptied(directory: int) -> list[str]:
-    """Remove what can be removed at once; return the directories that hold something."""
-    full = []
+def _renew(directory: int) -> None:
+    """Give a mount back the owner and mode that it was made with: another user's commands may need it."""
+    for attribute in os.listxattr(directory):
+        os.removexattr(directory, attribute)
+    os.fchown(directory, 0, 0)
+    os.fchmod(directory, 0o755)
+
+
+def _emptied(directory: int, full: list[str]) -> int:
+    """Remove what can be removed at once, return how much; add to `full` what holds something or is a mount.
+
+    From outside the sandbox rmdir would take the mount away.
+    """
+    device = os.fstat(directory).st_dev
+    removed = 0
     for entry in os.listdir(directory):
         try:
             os.unlink(entry, dir_fd=directory)
+            removed += 1
         except IsADirectoryError:
             try:
-                os.rmdir(entry, dir_fd=directory)
+                if os.lstat(entry, dir_fd=directory).st_dev == device:
+                    os.rmdir(entry, dir_fd=directory)
+                    removed += 1
+                else:
+                    full.append(entry)
             except OSError:
                 full.append(entry)
-    return full
+    return removed

@@ -36,11 +36,11 @@ _SYS_PIVOT_ROOT = 155 if platform.machine() == "x86_64" else 41
 _KEPT_CAPABILITIES = {0, 1, 3, 4, 5, 6, 7, 8, 10, 13, 18, 27, 29, 31}
 _LAST_CAPABILITY = 40
 
-#: add_key, request_key and keyctl, which no namespace divides: per architecture of a system call (native,
-#: then the older one that the machine runs too) the first and the last of them
-_KEY_CALLS = {
-    "x86_64": (317, [(0xC000003E, 248, 250), (0x40000003, 286, 288)]),
-    "aarch64": (277, [(0xC00000B7, 217, 219), (0x40000028, 309, 311)]),
+#: the number of seccomp, then per architecture of a system call (native, and the older one that the machine
+#: runs too): its name, the first and the last of add_key, request_key and keyctl, and prlimit64
+_REFUSED_CALLS = {
+    "x86_64": (317, [(0xC000003E, 248, 250, 302), (0x40000003, 286, 288, 340)]),
+    "aarch64": (277, [(0xC00000B7, 217, 219, 261), (0x40000028, 309, 311, 369)]),
 }
 _X32_BIT = 0x40000000
 _LOAD, _AND, _IF_EQUAL, _IF_AT_LEAST, _IF_ABOVE, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x25, 0x06
@@ -102,34 +102,45 @@ def drop_capabilities() -> None:
     _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, ctypes.c_ulong(1), 0, 0, 0), "prctl")
 
 
-def forbid_keys() -> None:
-    """Refuse the kernel's keyrings from here on, as Docker does: they would pass from sandbox to sandbox.
+def forbid_calls() -> None:
+    """Refuse from here on the kernel's keyrings and setting the limits of another process.
 
-    Needs "no new privileges". Where the kernel has no filters, hardening is missed.
+    No namespace divides the keyrings, as Docker knows; and a limit can kill process 1, which no signal
+    from inside does: whoever fails could end the sandbox instead. Needs "no new privileges". Where the kernel
+    has no filters, hardening is missed.
     """
-    if platform.machine() not in _KEY_CALLS:
+    if platform.machine() not in _REFUSED_CALLS:
         return
-    number, ((native, first, last), (older, older_first, older_last)) = _KEY_CALLS[platform.machine()]
-    steps = [
-        (_LOAD, 0, 0, 4),  # the architecture
-        (_IF_EQUAL, 0, 4, native),
-        (_LOAD, 0, 0, 0),  # the number of the call
-        (_AND, 0, 0, 0xFFFFFFFF ^ _X32_BIT),
-        (_IF_AT_LEAST, 0, 5, first),
-        (_IF_ABOVE, 4, 5, last),
-        (_IF_EQUAL, 0, 3, older),
-        (_LOAD, 0, 0, 0),
-        (_IF_AT_LEAST, 0, 1, older_first),
-        (_IF_ABOVE, 0, 1, older_last),
-        (_RETURN, 0, 0, _ALLOW),
-        (_RETURN, 0, 0, _REFUSE),
-    ]
+    number, architectures = _REFUSED_CALLS[platform.machine()]
+    steps = [step for architecture in architectures for step in _refusals(*architecture)]
+    steps.append((_RETURN, 0, 0, _ALLOW))
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
     program = ctypes.create_string_buffer(struct.pack("@HP", len(steps), ctypes.addressof(code)))
     with contextlib.suppress(OSError):
         flags = ctypes.c_ulong(_SECCOMP_FILTER_FLAG_SPEC_ALLOW)
         mode = ctypes.c_ulong(_SECCOMP_SET_MODE_FILTER)
         _check(_libc.syscall(ctypes.c_long(number), mode, flags, program), "seccomp")
+
+
+def _refusals(architecture: int, first: int, last: int, prlimit: int) -> list[tuple[int, int, int, int]]:
+    """Return the part of the filter for one architecture; another one's calls run through it."""
+    return [
+        (_LOAD, 0, 0, 4),  # the architecture
+        (_IF_EQUAL, 0, 13, architecture),
+        (_LOAD, 0, 0, 0),  # the number of the call
+        (_AND, 0, 0, 0xFFFFFFFF ^ _X32_BIT),
+        (_IF_AT_LEAST, 0, 1, first),
+        (_IF_ABOVE, 0, 7, last),
+        (_IF_EQUAL, 0, 7, prlimit),
+        (_LOAD, 0, 0, 16),  # whose limit: 0 is one's own
+        (_IF_EQUAL, 5, 0, 0),
+        (_LOAD, 0, 0, 32),  # where the new limit is, in two halves: 0 only asks for the old one
+        (_IF_EQUAL, 0, 2, 0),
+        (_LOAD, 0, 0, 36),
+        (_IF_EQUAL, 1, 0, 0),
+        (_RETURN, 0, 0, _REFUSE),
+        (_RETURN, 0, 0, _ALLOW),
+    ]
 
 
 def receive(sock: socket.socket, most: int, most_fds: int) -> tuple[bytes, list[int]]:
