@@ -11,10 +11,11 @@ from pydantic import BaseModel, ValidationError
 
 from rollhook.errors import UsageError
 from rollhook.plugins import load
-from rollhook.recipe.check import check_recipe
+from rollhook.recipe.check import check_recipe, secret_fields
 from rollhook.recipe.load import load_recipe
 from rollhook.recipe.lock import write_lock
 from rollhook.recipe.names import component_names
+from rollhook.recipe.parts import Part
 from rollhook.secrets import Secret, resolve_secret
 
 SENTINEL = "sentinel-5f2c9a-do-not-print"
@@ -22,6 +23,23 @@ SENTINEL = "sentinel-5f2c9a-do-not-print"
 
 class Keys(BaseModel):
     token: Secret
+
+
+class ManyKeys(BaseModel):
+    inner: Keys
+    by_name: dict[str, Secret]
+    listed: list[Keys]
+
+
+def test_secrets_are_found_wherever_a_component_keeps_them() -> None:
+    one = {"token": "env:A"}
+    config = ManyKeys.model_validate({"inner": one, "by_name": {"b": "env:B"}, "listed": [one]})
+    found = secret_fields([Part("sandbox", "sandbox", "x", {}, config, None)])
+    assert [(key, str(secret)) for key, secret in found] == [
+        ("sandbox.inner.token", "env:A"),
+        ("sandbox.by_name.b", "env:B"),
+        ("sandbox.listed.0.token", "env:A"),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -123,13 +123,18 @@ def secret_fields(parts: Sequence[Part]) -> Iterator[tuple[str, Secret]]:
             yield from _secrets_in(part.config, part.key)
 
 
-def _secrets_in(config: BaseModel, key: str) -> Iterator[tuple[str, Secret]]:
-    for name in type(config).model_fields:
-        value = getattr(config, name)
-        if isinstance(value, Secret):
-            yield f"{key}.{name}", value
-        elif isinstance(value, BaseModel):
-            yield from _secrets_in(value, f"{key}.{name}")
+def _secrets_in(value: Any, key: str) -> Iterator[tuple[str, Secret]]:
+    inner: Iterable[tuple[str | int, Any]] = ()
+    if isinstance(value, Secret):
+        yield key, value
+    elif isinstance(value, BaseModel):
+        inner = [(name, getattr(value, name)) for name in type(value).model_fields]
+    elif isinstance(value, Mapping):
+        inner = value.items()
+    elif isinstance(value, list | tuple):
+        inner = enumerate(value)
+    for name, each in inner:
+        yield from _secrets_in(each, f"{key}.{name}")
 
 
 def _secrets(composition: Composition) -> Iterator[Problem]:
