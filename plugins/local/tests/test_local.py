@@ -449,6 +449,21 @@ async def test_process_mode_leaves_no_directory_and_no_process(
     assert list(place.iterdir()) == []
 
 
+async def test_a_keeper_ends_when_others_have_deleted_what_it_was_left_with(tmp_path: Path) -> None:
+    left, other = backend_of(tmp_path, mode="process"), backend_of(tmp_path, mode="process")
+    await left.start()
+    await other.start()
+    assert left.keeper is not None
+    pid, sandbox = left.keeper.pid, await left.create(SandboxSpec())
+    await left.aclose()
+    assert state.start_time(pid)
+    await other.delete(sandbox.id)
+    await other.aclose()
+    async with asyncio.timeout(20):
+        while state.start_time(pid):
+            await asyncio.sleep(0.05)
+
+
 def test_process_mode_is_not_isolated(tmp_path: Path) -> None:
     assert backend_of(tmp_path, mode="process").capabilities == {"separate_streams"}
     assert "isolation" in backend_of(tmp_path).capabilities

@@ -81,7 +81,7 @@ async def run_recipe(
     async with _cluster(root / ".cluster", display) as (cluster, stop):
         results = await _run_needs(loaded.recipe.needs, root, cluster, display, stop)
         if stop.drain.is_set():
-            return RunResult(loaded.recipe.name, "stopped", "")
+            raise asyncio.CancelledError  # stopped in a run that this one needs: there is none to report
         if results:
             loaded, plugins = await asyncio.to_thread(compose, source, overrides, needs_results=results)
         return await _run(loaded, plugins, cluster, display, stop, run_id)

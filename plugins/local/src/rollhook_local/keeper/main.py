@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 _MESSAGE = 1 << 17
 _MOST_FDS = 16
 _KILL_ROUNDS_SECONDS = 10.0
+#: between two looks of a keeper without a driver at what is left
+_FORGET_SECONDS = 1.0
 _CREATE_SECONDS = 30.0
 #: of what was killed: how many are told, and the bytes of their names
 _MOST_NAMED, _NAMES_BYTES = 500, 1 << 16
@@ -135,6 +137,15 @@ class Keeper:
 
     def _do_bye(self, request: dict[str, Any], fds: list[int], blob: bytes) -> None:
         self._detached = True
+        self._forget_deleted()
+
+    def _forget_deleted(self) -> None:
+        """Drop plain directories that somebody else deletes; no process 1 of theirs tells of it by dying."""
+        for name, box in list(self._boxes.items()):
+            if not box.monitor and box.root >= 0 and os.fstat(box.root).st_nlink == 0:
+                del self._boxes[name]
+                box.release()
+        self._after(_FORGET_SECONDS, self._forget_deleted)
 
     def _do_create(self, request: dict[str, Any], fds: list[int], blob: bytes) -> None:
         rlimits = {"RLIMIT_NOFILE": [self._files_limit] * 2, **request["rlimits"]}
