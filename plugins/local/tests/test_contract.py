@@ -21,7 +21,7 @@ def maker(mode: str, scratch: Path) -> MakeBackend:
     return lambda: LocalSandboxes(config, context)
 
 
-@pytest.mark.skipif(which("bwrap") is None, reason="bubblewrap is not installed")
+@pytest.mark.skipif(which("bwrap") is None, reason="needs bubblewrap (apt-get install bubblewrap)")
 class TestBubblewrap(SandboxContract):
     @pytest.fixture
     def make_backend(self, tmp_path: Path) -> MakeBackend:

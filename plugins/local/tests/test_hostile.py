@@ -21,7 +21,12 @@ from rollhook_local.backend import LocalSandboxes
 from rollhook_local.programs import which
 
 MODES = [
-    pytest.param("bubblewrap", marks=pytest.mark.skipif(which("bwrap") is None, reason="no bubblewrap")),
+    pytest.param(
+        "bubblewrap",
+        marks=pytest.mark.skipif(
+            which("bwrap") is None, reason="needs bubblewrap (apt-get install bubblewrap)"
+        ),
+    ),
     pytest.param("unshare", marks=pytest.mark.skipif(which("unshare") is None, reason="no unshare")),
 ]
 pytestmark = pytest.mark.parametrize("mode", MODES)

@@ -31,7 +31,9 @@ from rollhook_local.keeper_client import _launch
 from rollhook_local.launcher import LocalLauncher
 from rollhook_local.programs import which
 
-pytestmark = pytest.mark.skipif(which("bwrap") is None, reason="bubblewrap is not installed")
+pytestmark = pytest.mark.skipif(
+    which("bwrap") is None, reason="needs bubblewrap (apt-get install bubblewrap)"
+)
 
 
 @pytest.fixture(autouse=True)
