@@ -222,6 +222,17 @@ async def test_a_phase_may_have_less_time_than_its_task_and_time_is_counted_once
     assert "longer than 0.1 s" in result.record.outcome.cause
 
 
+async def test_the_record_has_the_reward_that_the_phases_come_to_together(monkeypatch):
+    monkeypatch.setattr(OneEpisode, "combine", "mean")
+    rewards = [1.0, 0.0]
+
+    async def judges():
+        return Verdict(rewards.pop(0))
+
+    result, _ = await run(verify=judges, phases=({}, {}))
+    assert result.record.reward == result.record.outcome.reward == 0.5
+
+
 async def out_of_time(context):
     await context.session.chat(context.observation.messages)
     raise BudgetExceeded("the agent used up its 5 s (agent)", node="agent")

@@ -135,7 +135,8 @@ class EpisodeRunner:
                     if not await self._phase(request, phase, limits, session, clock, boxes, episode, course):
                         break
             if course.outcome is None:
-                course.outcome = outcomes.verified(outcomes.combine(course.verdicts, episode.combine))
+                course.verdicts.append(outcomes.combine(course.verdicts, episode.combine))
+                course.outcome = outcomes.verified(course.verdicts[-1])
         finally:
             await self._teardown(boxes, limits, course)
 
