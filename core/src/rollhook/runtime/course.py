@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from rollhook.environment import Verdict
 from rollhook.messages import Message
 from rollhook.records import Ended, Outcome
+
+if TYPE_CHECKING:
+    from rollhook.runtime.live import LiveEpisode
 
 
 @dataclass
 class Course:
     """How far an episode has come. `messages` are of its phase, `earlier` of the phases before."""
 
+    live: LiveEpisode
     timings: dict[str, float] = field(default_factory=dict)
     earlier: list[Message] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)

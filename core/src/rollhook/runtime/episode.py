@@ -21,6 +21,7 @@ from rollhook.environment import Environment, Episode, EpisodeContext, Phase, Ta
 from rollhook.errors import AgentError, BudgetExceeded, RollhookError, TaskError, VerifierError
 from rollhook.records import EpisodeRecord, Outcome, Sample
 from rollhook.runtime.course import Course
+from rollhook.runtime.live import Live
 from rollhook.runtime.verifier import VerifierTimeoutError, verify_apart, verify_here
 from rollhook.runtime.views import Boxes, Recorder, RemainingBudget
 from rollhook.sandbox.agent_view import AgentSandbox
@@ -72,6 +73,7 @@ class EpisodeRunner:
         limits: Budgets,
         outcome_policy: Outcomes,
         context: BuildContext,
+        live: Live | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
@@ -82,16 +84,23 @@ class EpisodeRunner:
         self.budgets = limits
         self.outcome_policy = outcome_policy
         self.context = context
+        self.live = live or Live()
         self._now = now
         self._reported: set[tuple[object, ...]] = set()
 
     async def run(self, request: EpisodeRequest) -> EpisodeResult:
-        """Run one episode; every failure becomes its outcome, only cancellation passes through."""
-        started_at, started = time.time(), self._now()
-        course = Course()
+        """Run one episode; every failure becomes its outcome, only cancellation passes through.
+
+        An episode that `LiveEpisode.cancel` ended has the outcome `cancelled` with its reason.
+        """
         limits = budgets.resolve(self.budgets, request.task.limits)
+        with self.live.running(request, limits.episode + self.budgets.slack) as live:
+            return await self._course(request, limits, Course(live))
+
+    async def _course(self, request: EpisodeRequest, limits: Limits, course: Course) -> EpisodeResult:
+        started_at, started = time.time(), self._now()
         clock = AgentClock(limits.agent, limits.turn, limits.command)
-        session = self._open_session(request, clock)
+        session = course.live.session = self._open_session(request, clock)
         try:
             async with asyncio.timeout(limits.episode + self.budgets.slack):
                 await self._run(request, limits, session, clock, course)
@@ -102,8 +111,10 @@ class EpisodeRunner:
                 "episode",
             )
         except asyncio.CancelledError:
-            course.ended, course.outcome = "cancelled", Outcome("cancelled")
-            raise
+            course.ended, course.outcome = "cancelled", Outcome("cancelled", cause=course.live.cancelled)
+            task = asyncio.current_task()
+            if not course.live.cancelled or task is None or task.uncancel() > 0:
+                raise
         except RollhookError as error:
             fired = error.node if isinstance(error, BudgetExceeded) else ""
             course.fail(error.boundary, str(error), fired)
@@ -112,6 +123,7 @@ class EpisodeRunner:
             course.fail("environment", f"{type(error).__name__}: {error}")
         finally:
             course.timings["total"] = self._now() - started
+            self.live.enter(course.live, "teardown", None)
             if session is not None:
                 await session.close()
         return self._result(request, course, session, started_at)
@@ -163,7 +175,7 @@ class EpisodeRunner:
                 spec, episode_id=request.episode_id, box=name, timeout=limits.create
             )
 
-        with self._timed(course, "create"):
+        with self._timed(course, "create", limits.create):
             try:
                 async with asyncio.TaskGroup() as creates:
                     for name in wanted:
@@ -173,7 +185,7 @@ class EpisodeRunner:
 
     @contextlib.asynccontextmanager
     async def _entered(self, episode: Episode, limits: Limits, course: Course) -> AsyncIterator[None]:
-        with self._timed(course, "setup"):
+        with self._timed(course, "setup", limits.setup):
             try:
                 async with asyncio.timeout(limits.setup):
                     await episode.__aenter__()
@@ -202,7 +214,7 @@ class EpisodeRunner:
         if act != "verify":
             course.outcome = outcomes.unverified(course.ended, act)
             return False
-        with self._timed(course, "verify"):
+        with self._timed(course, "verify", limits.verify):
             for name, box in boxes.items():
                 census = await box.quiesce()
                 if census.killed:
@@ -239,7 +251,7 @@ class EpisodeRunner:
             solve=phase.solve if request.purpose == "oracle" and self.agent.needs_solution else None,
             episode_id=request.episode_id,
         )
-        with self._timed(course, "agent"):
+        with self._timed(course, "agent", None):
             try:
                 reason = await self.agent.run(context)
                 course.ended = StopReason(reason).value
@@ -274,7 +286,7 @@ class EpisodeRunner:
         """Give the boxes back; a failure is the pool's to retry and never changes the outcome."""
         if self.pool is None or not boxes:
             return
-        with self._timed(course, "teardown"):
+        with self._timed(course, "teardown", limits.teardown):
             for name, box in boxes.items():
                 try:
                     async with asyncio.timeout(limits.teardown):
@@ -305,11 +317,15 @@ class EpisodeRunner:
         )
 
     @contextlib.contextmanager
-    def _timed(self, course: Course, node: str) -> Iterator[None]:
+    def _timed(self, course: Course, node: str, limit: float | None) -> Iterator[None]:
+        """Add the block's seconds to a budget node and show it as what the episode is doing."""
         started = self._now()
+        outer = course.live.node, course.live.node_since, course.live.deadline
+        self.live.enter(course.live, node, limit)
         try:
             yield
         finally:
+            course.live.node, course.live.node_since, course.live.deadline = outer
             course.spent(node, self._now() - started)
 
     def _result(

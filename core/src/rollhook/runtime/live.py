@@ -1,0 +1,74 @@
+"""The episodes that run now: what each is doing, since when and until when; and ending one early."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rollhook.runtime.episode import EpisodeRequest
+    from rollhook.session import Session
+
+
+@dataclass
+class LiveEpisode:
+    """One episode under way; times are `time.monotonic`.
+
+    `node` is the budget node it is in, since `node_since`, at most until `deadline`; both empty between nodes.
+    `episode_deadline` ends the whole. `first_version` bounds the oldest weight version of its tokens from below
+    where a generation was seen under way before anything was committed.
+    """
+
+    request: EpisodeRequest
+    task: asyncio.Task[object]
+    started: float
+    session: Session | None = None
+    node: str = ""
+    node_since: float = 0.0
+    deadline: float | None = None
+    episode_deadline: float | None = None
+    first_version: int | None = None
+    cancelled: str = ""
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The oldest weight version that any of its tokens may have; None before the first."""
+        committed = self.session.versions[0] if self.session is not None and self.session.versions else None
+        known = [version for version in (committed, self.first_version) if version is not None]
+        return min(known, default=None)
+
+    def cancel(self, reason: str) -> None:
+        """End the episode as `cancelled`, unless it is being taken down already."""
+        if self.node != "teardown" and not self.cancelled:
+            self.cancelled = reason
+            self.task.cancel()
+
+
+@dataclass
+class Live:
+    """The registry of live episodes, by id."""
+
+    episodes: dict[str, LiveEpisode] = field(default_factory=dict)
+    now: Callable[[], float] = time.monotonic
+
+    @contextmanager
+    def running(self, request: EpisodeRequest, limit: float) -> Iterator[LiveEpisode]:
+        """Register the current task's episode, which may take `limit` seconds, while the block runs."""
+        task = asyncio.current_task()
+        assert task is not None
+        now = self.now()
+        live = LiveEpisode(request, task, now, episode_deadline=now + limit)
+        self.episodes[request.episode_id] = live
+        try:
+            yield live
+        finally:
+            del self.episodes[request.episode_id]
+
+    def enter(self, live: LiveEpisode, node: str, limit: float | None) -> None:
+        """Note that an episode is in a node now, for at most `limit` seconds; an empty node: in none."""
+        live.node, live.node_since = node, self.now()
+        live.deadline = None if limit is None else live.node_since + limit
