@@ -17,9 +17,10 @@ from aiohttp import web
 from rollhook.agent import Reply
 from rollhook.engine.base import SamplingParams
 from rollhook.errors import BudgetExceeded, EngineError, RollhookError, UsageError
+from rollhook.session.common import SessionError
 from rollhook.session.policy import PolicyClient
 from rollhook.session.render import RenderError
-from rollhook.session.session import Session, SessionError
+from rollhook.session.session import Session
 
 log = logging.getLogger(__name__)
 

@@ -17,8 +17,9 @@ from rollhook.engine.weights import update_workers
 from rollhook.errors import BudgetExceeded, EngineError
 from rollhook.router import RouteRequest, Worker
 from rollhook.routing import Chain
+from rollhook.session.common import SessionExistsError
 from rollhook.session.render import Renderer
-from rollhook.session.session import Route, Session, SessionExistsError
+from rollhook.session.session import Route, Session
 from rollhook.session.turn import Clock, Generator, Limits, Turn
 from rollhook.session.workers import Entry, Gate, WorkerTable, load_of
 

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from hashlib import blake2b
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING
 
 import orjson
 
 from rollhook.agent import Reply
 from rollhook.engine.base import Generation, SamplingParams
-from rollhook.errors import AgentError, Kind
 from rollhook.messages import Message, ToolSchema
 from rollhook.router import RouteRequest, Worker
+from rollhook.session.common import (
+    Calls,
+    SessionStats,
+    TurnConflictError,
+    check_appended,
+    checked,
+    nothing,
+    turn_seed,
+)
 from rollhook.session.tree import Key, Leaf, Node, Span, Tree, message_key
 from rollhook.session.workers import Entry
 
@@ -25,34 +32,8 @@ if TYPE_CHECKING:
     from rollhook.session.policy import PolicyClient
     from rollhook.session.turn import Clock, Turn
 
-_ROLES = frozenset({"system", "user", "assistant", "tool"})
 # longer texts are tokenised on a thread, so that the loop is not held up
 _LONG_TEXT = 32_768
-
-
-class SessionError(AgentError):
-    """The caller used a session wrongly; `status` is what HTTP answers."""
-
-    kind: Kind = "user"
-    status: ClassVar[int] = 400
-
-
-class SessionClosedError(SessionError):
-    """The session is closed, or was closed while the reply was generated."""
-
-    status = 404
-
-
-class SessionExistsError(SessionError):
-    """A session of that id is open."""
-
-    status = 409
-
-
-class TurnConflictError(SessionError):
-    """The request extends a turn that was cut for length."""
-
-    status = 409
 
 
 @dataclass
@@ -62,20 +43,6 @@ class Route:
     request: RouteRequest
     worker: Worker | None = None
     entry: Entry | None = None
-
-
-@dataclass
-class SessionStats:
-    """Counts of committed turns, and where seconds went, failed tries included in the waiting."""
-
-    turns: int = 0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-    token_seconds: float = 0.0
-    engine_seconds: float = 0.0
-    wait_seconds: float = 0.0
-    retries: int = 0
 
 
 class Session:
@@ -110,11 +77,10 @@ class Session:
         self._sampling = sampling
         self._seed = seed
         self._tree = Tree()
-        self._running: set[asyncio.Task[Reply]] = set()
+        self._calls = Calls(self.id)
         self._versions: tuple[int, int] | None = None
         self._sequence = 0
         self._started = 0
-        self._closed = False
 
     @property
     def id(self) -> str:
@@ -124,12 +90,12 @@ class Session:
     @property
     def closed(self) -> bool:
         """Whether it takes no more calls."""
-        return self._closed
+        return self._calls.closed
 
     @property
     def turns_left(self) -> int:
         """Turns that may still be generated."""
-        return max(0, self.turns - self._tree.count - len(self._running))
+        return max(0, self.turns - self._tree.count - len(self._calls))
 
     @property
     def tokens_left(self) -> int:
@@ -157,27 +123,17 @@ class Session:
         extending a length-cut turn, refused by the template), BudgetExceeded when the agent's clock has
         run out, EngineError when the engines give no answer.
         """
-        self._check_open()
+        self._calls.check_open()
         keys = [message_key(checked(message)) for message in messages]
         digest = orjson.dumps(list(tools), option=orjson.OPT_SORT_KEYS).decode() if tools else ""
         parent = self._tree.attach(keys, digest)
         appended = messages if parent is None else messages[parent.message_count :]
-        _check_appended(appended)
+        check_appended(appended)
         if parent is not None and parent.finish_reason == "length":
             raise TurnConflictError("the turn before was cut for length and cannot be extended")
         if self.turns_left <= 0:
-            return _nothing(0 if parent is None else parent.end, self.max_seq_len)
-        work = asyncio.ensure_future(self._turn(_Request(parent, appended, keys, tools, digest, max_tokens)))
-        self._running.add(work)
-        try:
-            return await work
-        except asyncio.CancelledError:
-            mine = asyncio.current_task()
-            if self._closed and (mine is None or not mine.cancelling()):
-                raise SessionClosedError(f"session {self.id!r} was closed during the reply") from None
-            raise
-        finally:
-            self._running.discard(work)
+            return nothing(0 if parent is None else parent.end, self.max_seq_len)
+        return await self._calls.run(self._turn(_Request(parent, appended, keys, tools, digest, max_tokens)))
 
     def leaves(self) -> list[Leaf]:
         """Return what may train: one leaf per branch, a completion that branches share only in the first."""
@@ -193,22 +149,13 @@ class Session:
 
         What was committed can still be read.
         """
-        if self._closed:
-            return
-        self._closed = True
-        self._policy.leave(self.route)
-        running = list(self._running)
-        for work in running:
-            work.cancel()
-        if running:
-            await asyncio.wait(running)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise SessionClosedError(f"session {self.id!r} is closed")
+        if not self.closed:
+            self._policy.leave(self.route)
+            await self._calls.close()
 
     async def _turn(self, request: _Request) -> Reply:
-        seed = self._turn_seed()
+        self._started += 1
+        seed = turn_seed(self._seed, self._started)
         if self.clock is not None:
             self.clock.begin_turn()
             self.clock.check()
@@ -217,10 +164,10 @@ class Session:
         ids = before + added
         room = min(self.reply_tokens, self.max_seq_len - len(ids), request.max_tokens or self.reply_tokens)
         if room <= 0:
-            return _nothing(len(ids), self.max_seq_len)
+            return nothing(len(ids), self.max_seq_len)
         sampling = replace(self._sampling, max_new_tokens=room, seed=seed)
         turn = await self._policy.generate(self.route, ids, sampling, self.clock)
-        self._check_open()
+        self._calls.check_open()
         return self._commit(request, added, turn, len(ids))
 
     async def _increment(self, request: _Request) -> array[int]:
@@ -238,14 +185,6 @@ class Session:
         size = sum(len(message.get("content") or "") for message in request.appended)
         return array("i", await asyncio.to_thread(work) if size > _LONG_TEXT else work())
 
-    def _turn_seed(self) -> int | None:
-        """Return the seed of the next turn, derived from the session's; a retried turn keeps its own."""
-        self._started += 1
-        if self._seed is None:
-            return None
-        text = f"{self._seed}/{self._started}".encode()
-        return int.from_bytes(blake2b(text, digest_size=4).digest(), "big") >> 1
-
     def _commit(self, request: _Request, added: array[int], turn: Turn, prompt_tokens: int) -> Reply:
         generation = turn.generation
         self._sequence += 1
@@ -254,7 +193,7 @@ class Session:
             call["id"] = f"{call['id']}_{self._sequence}"
         node = Node(
             parent=request.parent,
-            messages=(*(_copy(message) for message in request.appended), reply),
+            messages=(*(message.copy() for message in request.appended), reply),
             keys=(*request.keys[-len(request.appended) :], message_key(reply)),
             prompt=added,
             completion=array("i", generation.token_ids),
@@ -267,7 +206,7 @@ class Session:
         self._tree.commit(node)
         self._count(node, turn)
         return Reply(
-            message=_copy(reply),
+            message=reply.copy(),
             finish_reason="tool_calls" if reply.get("tool_calls") else generation.finish_reason,
             prompt_tokens=prompt_tokens,
             completion_tokens=len(node.completion),
@@ -320,44 +259,3 @@ def version_spans(generation: Generation, before: int, after: int) -> tuple[Span
         spans.append((start, end, version, version))
         start = end
     return tuple(spans)
-
-
-def checked(message: Any) -> Message:
-    """Return a message if it has the form of one, else raise SessionError."""
-    if not isinstance(message, Mapping):
-        raise SessionError("every message is an object with role and content")
-    role = message.get("role")
-    if not isinstance(role, str) or role not in _ROLES:
-        raise SessionError(f"role {role!r} is unknown; roles are system, user, assistant, tool")
-    for key in ("content", "reasoning_content", "tool_call_id", "name"):
-        if not isinstance(message.get(key), str | None):
-            raise SessionError(f"{key} of a message must be text or null")
-    for call in _calls(message):
-        function = call.get("function")
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise SessionError("every one of a message's tool_calls has a function with a name")
-    return message  # type: ignore[return-value]
-
-
-def _calls(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    calls = message.get("tool_calls") or ()
-    if not isinstance(calls, list | tuple) or not all(isinstance(call, Mapping) for call in calls):
-        raise SessionError("tool_calls of a message must be a list of objects")
-    return calls
-
-
-def _check_appended(appended: Sequence[Message]) -> None:
-    if not appended:
-        raise SessionError("nothing was appended after the last reply, so there is nothing to answer")
-    if appended[-1]["role"] == "assistant":
-        raise SessionError("the last message is the assistant's; end with a user or tool message")
-
-
-def _copy(message: Message) -> Message:
-    return message.copy()
-
-
-def _nothing(prompt_tokens: int, max_seq_len: int) -> Reply:
-    """Return the reply of a budget that has no room: a clean `length`, nothing generated."""
-    empty: Message = {"role": "assistant", "content": ""}
-    return Reply(empty, "length", prompt_tokens, 0, max(0, max_seq_len - prompt_tokens))
