@@ -6,14 +6,11 @@ import asyncio
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
-import orjson
-
 from rollhook import plugins as loader
-from rollhook.durable import cannot_write
 from rollhook.environment import Environment, Task
 from rollhook.errors import UsageError
 from rollhook.installed import installed, nearest
@@ -23,8 +20,8 @@ from rollhook.records import EpisodeRecord
 from rollhook.rundir import Attempt, RunDir
 from rollhook.runtime.episode import EpisodeRequest, EpisodeRunner
 from rollhook.runtime.parts import Parts
+from rollhook.runtime.rows import Rows
 from rollhook.runtime.seeds import derive
-from rollhook.sandbox.pool import SandboxPool
 
 Mark = Literal["1", "0", "ERR"]
 AGENTS = ("oracle", "nop")
@@ -123,7 +120,7 @@ class Proofs:
     async def __aenter__(self) -> Self:
         self._stack.push_async_callback(self.environment.aclose)
         try:
-            pool, capabilities = await self._pool()
+            pool, capabilities = await self._parts.open_pool(self._attempt, self._stack)
             if problems := self.environment.problems(capabilities):
                 raise UsageError(f"these tasks cannot run here: {'; '.join(problems)}")
             for name in AGENTS:
@@ -188,77 +185,22 @@ class Proofs:
         request = EpisodeRequest(name, name, task, seed, purpose="oracle")
         return (await self._runners[agent].run(request)).record
 
-    async def _pool(self) -> tuple[SandboxPool | None, frozenset[str]]:
-        use = self._recipe.sandbox
-        if use is None:
-            return None, frozenset()
-        backend = self._parts.build("sandbox", use, "sandbox")
-        self._stack.push_async_callback(backend.aclose)
-        await backend.start()
-        pool = SandboxPool(
-            backend,
-            run_id=self._attempt.run.run_id,
-            attempt=self._attempt.number,
-            journal=self._attempt.journal,
-            create_concurrency=use.create_concurrency,
-            create_retries=use.create_retries,
-            warm=use.warm,
-        )
-        self._stack.push_async_callback(pool.aclose)
-        return pool, backend.capabilities
 
-
-class Results:
-    """The JSONL file of a proof: rows appended as they come, read again when the proof is resumed."""
+class Results(Rows[TaskProof]):
+    """The rows of a proof, by task."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.kept = {row.task_id: row for row in _read_rows(path) if row.final}
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            lines = b"".join(_line(row) for row in self.kept.values())
-            temporary = path.with_name(f".{path.name}.tmp")
-            temporary.write_bytes(lines)
-            temporary.replace(path)
-            self._file = path.open("ab", buffering=0)
-        except OSError as error:
-            raise cannot_write(path, error) from error
+        super().__init__(path, TaskProof, key=lambda row: row.task_id, keep=lambda row: row.final)
 
     def todo(self, tasks: Sequence[Task]) -> list[Task]:
         """Return the tasks without a row of this very content."""
         return [t for t in tasks if t.id not in self.kept or self.kept[t.id].digest != t.digest]
-
-    def add(self, row: TaskProof) -> None:
-        """Append a row."""
-        self.kept[row.task_id] = row
-        self._file.write(_line(row))
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
 
 
 def new_or_resumed(root: str, name: str, run_id: str | None, resume: str | None) -> Attempt:
     """Claim the first attempt of a new run, or the next of the run to resume."""
     run = RunDir.find(resume) if resume is not None else RunDir.create(root, name, run_id=run_id)
     return run.claim()
-
-
-def _line(row: TaskProof) -> bytes:
-    return orjson.dumps({"schema": 1, **asdict(row)}) + b"\n"
-
-
-def _read_rows(path: Path) -> list[TaskProof]:
-    """Return the whole rows of a results file; a torn last line and rows of another form do not count."""
-    rows = []
-    for line in path.read_bytes().splitlines() if path.is_file() else []:
-        try:
-            row = orjson.loads(line)
-            row.pop("schema")
-            rows.append(TaskProof(**row))
-        except (ValueError, TypeError, KeyError, AttributeError):
-            continue
-    return rows
 
 
 def _mark(record: EpisodeRecord) -> Mark:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollhook.agent import Agent
 from rollhook.component import BuildContext
@@ -14,7 +15,11 @@ from rollhook.plugins import Plugins
 from rollhook.recipe.schema import Recipe, Use
 from rollhook.records import Group
 from rollhook.runtime.seeds import derive
+from rollhook.sandbox.pool import SandboxPool
 from rollhook.secrets import resolve_secret
+
+if TYPE_CHECKING:
+    from rollhook.rundir import Attempt
 
 
 class Parts:
@@ -55,6 +60,31 @@ class Parts:
             raise UsageError("a recipe with an environment needs an agent, e.g. `agent: shell`")
         agent: Agent = self.build("agent", self.recipe.agent, "agent")
         return agent
+
+    async def open_pool(
+        self, attempt: Attempt, stack: AsyncExitStack
+    ) -> tuple[SandboxPool | None, frozenset[str]]:
+        """Start the recipe's sandboxes; return their pool, which ends with the stack, and what they can do.
+
+        Without sandboxes in the recipe: no pool, and nothing.
+        """
+        use = self.recipe.sandbox
+        if use is None:
+            return None, frozenset()
+        backend = self.build("sandbox", use, "sandbox")
+        stack.push_async_callback(backend.aclose)
+        await backend.start()
+        pool = SandboxPool(
+            backend,
+            run_id=attempt.run.run_id,
+            attempt=attempt.number,
+            journal=attempt.journal,
+            create_concurrency=use.create_concurrency,
+            create_retries=use.create_retries,
+            warm=use.warm,
+        )
+        stack.push_async_callback(pool.aclose)
+        return pool, backend.capabilities
 
     def accept_group(self, group: Group) -> str | None:
         """Ask the loaded filters; the first reason counts."""
