@@ -20,6 +20,7 @@ import orjson
 
 from rollhook.durable import cannot_write, check_schema, fsync_directory, fsync_tree, to_json, write_atomic
 from rollhook.errors import RunError
+from rollhook.failpoints import fail
 
 SCHEMA_VERSION = 1
 MARKER = "checkpoint.json"
@@ -60,6 +61,7 @@ class CheckpointStore:
             path.mkdir()
         except OSError as error:
             raise cannot_write(path, error) from error
+        fail("checkpoint.after_begin")
         self._open.add(path)
         return path
 
@@ -91,11 +93,14 @@ class CheckpointStore:
         }
         try:
             fsync_tree(path)
+            fail("checkpoint.before_rename")
             if final.exists():
                 self._remove(final)
             os.rename(path, final)
             fsync_directory(self.directory)
+            fail("checkpoint.before_marker")
             write_atomic(final / MARKER, to_json(marker, indent=True) + b"\n")
+            fail("checkpoint.after_marker")
         except OSError as error:
             raise cannot_write(final, error) from error
         self._open.discard(path)
@@ -127,6 +132,7 @@ class CheckpointStore:
             if (path / MARKER).exists():
                 (path / MARKER).unlink()
                 fsync_directory(path)
+            fail("checkpoint.amid_removal")
             shutil.rmtree(path)
         except OSError as error:
             raise RunError(f"{path} cannot be removed: {error.strerror}") from error

@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 
 from rollhook.errors import RunError
+from rollhook.failpoints import fail
 
 _WORDS = {
     errno.ENOSPC: ("no space is left on the device", "free some space"),
@@ -63,6 +64,7 @@ def write_atomic(path: Path, data: bytes) -> None:
     Raises RunError when the disk is full or not writable; the old file is then untouched.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    fail("durable.before_write")
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         try:
@@ -70,7 +72,9 @@ def write_atomic(path: Path, data: bytes) -> None:
             os.fsync(fd)
         finally:
             os.close(fd)
+        fail("durable.before_rename")
         os.replace(temporary, path)
+        fail("durable.after_rename")
         fsync_directory(path.parent)
     except OSError as error:
         temporary.unlink(missing_ok=True)

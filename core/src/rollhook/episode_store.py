@@ -35,6 +35,7 @@ from rollhook.durable import (
     write_atomic,
 )
 from rollhook.errors import RollhookError, RunError
+from rollhook.failpoints import fail
 from rollhook.records import SCHEMA_VERSION, EpisodeRecord, Outcome, Sample
 
 if TYPE_CHECKING:
@@ -171,6 +172,7 @@ class _Part:
                     break
                 except FileExistsError:
                     continue
+            fail("episodes.after_open")
             fsync_directory(directory)
         except OSError as error:
             raise cannot_write(directory, error) from error
@@ -199,16 +201,19 @@ class _Part:
             return
         from safetensors.numpy import save
 
+        fail("episodes.before_tokens")
         joined = {name: np.concatenate(arrays) for name, arrays in self._arrays.items()}
         if joined:
             metadata = {"schema": str(SCHEMA_VERSION), "format": "rollhook.episodes"}
             write_atomic(self.path.with_suffix(".safetensors"), save(joined, metadata=metadata))
             self._arrays = defaultdict(list, {name: [array] for name, array in joined.items()})
         data = b"".join(self._lines)
+        fail("episodes.before_lines")
         try:
             _append(self.path, data, self.size)
         except OSError as error:
             raise cannot_write(self.path, error) from error
+        fail("episodes.after_lines")
         self.size += len(data)
         self._lines.clear()
         self.pending_bytes = 0

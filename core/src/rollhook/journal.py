@@ -23,6 +23,7 @@ from typing import Any, Self
 
 from rollhook.durable import cannot_write, check_schema, from_json, fsync_directory, to_json, write_all
 from rollhook.errors import RollhookError, RunError
+from rollhook.failpoints import fail
 
 logger = logging.getLogger(__name__)
 
@@ -249,10 +250,13 @@ class Journal:
     def _write(self, data: bytes, durable: bool) -> None:
         if self._guard is not None and data:
             self._guard()
+        fail("journal.before_write")
         try:
             write_all(self._fd, data)
             if durable:
+                fail("journal.before_fsync")
                 self._fsync(self._fd)
+                fail("journal.after_fsync")
         except OSError as error:
             self._cut_back()
             raise cannot_write(self.path, error) from error

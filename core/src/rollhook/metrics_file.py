@@ -12,6 +12,7 @@ import orjson
 
 from rollhook.durable import cannot_write, check_schema, to_json, write_all
 from rollhook.errors import RunError
+from rollhook.failpoints import fail
 
 SCHEMA_VERSION = 1
 
@@ -38,11 +39,13 @@ class MetricsWriter:
         row: dict[str, Any] = {name: float(value) for name, value in metrics.items()}
         row |= {"schema": SCHEMA_VERSION, "step": step, "attempt": attempt, "time": self._clock()}
         line = to_json(row) + b"\n"
+        fail("metrics.before_row")
         try:
             write_all(self._fd, line)
         except OSError as error:
             os.ftruncate(self._fd, self._size)
             raise cannot_write(self.path, error) from error
+        fail("metrics.after_row")
         self._size += len(line)
 
     def close(self) -> None:

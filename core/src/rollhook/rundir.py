@@ -25,6 +25,7 @@ import orjson
 
 from rollhook.durable import cannot_write, fsync_directory, to_json, write_all, write_atomic
 from rollhook.errors import RunError
+from rollhook.failpoints import fail
 from rollhook.heartbeat import INTERVAL, STALE, Heartbeat, moving
 from rollhook.journal import Journal
 
@@ -130,6 +131,7 @@ class RunDir:
             raise RunError(f"run {run.run_id} exists at {run.path}; choose another id") from None
         except OSError as error:
             raise cannot_write(run.path, error) from error
+        fail("rundir.before_index")
         _enter_in_index(run, name)
         return run
 
@@ -196,7 +198,9 @@ class RunDir:
         }
         try:
             path.mkdir(exist_ok=True)
+            fail("rundir.before_owner")
             _create_exclusive(path / "owner.json", to_json(owner, indent=True) + b"\n")
+            fail("rundir.after_owner")
             (path / "logs").mkdir(exist_ok=True)
             fsync_directory(path.parent)
         except FileExistsError:
@@ -256,6 +260,7 @@ class Attempt:
         try:
             self.journal.close()
             self.assert_newest()
+            fail("rundir.before_status")
             record = {"schema": SCHEMA_VERSION, "status": status, "ended_at": time.time()}
             write_atomic(self.path / "status.json", to_json(record) + b"\n")
         finally:

@@ -12,6 +12,7 @@ from typer.core import TyperCommand, TyperGroup
 
 import rollhook
 from rollhook.errors import RollhookError, UsageError, first_of
+from rollhook.failpoints import arm_from_environment
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -108,6 +109,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     if debug:
         arguments.remove("--debug")
     try:
+        arm_from_environment()
         app(arguments, prog_name="rollhook")
     except Exception as error:
         if debug:

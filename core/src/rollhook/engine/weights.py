@@ -14,7 +14,8 @@ from typing import Protocol
 import orjson
 
 from rollhook.durable import cannot_write, fsync_directory, fsync_tree, write_atomic
-from rollhook.errors import EngineError
+from rollhook.errors import EngineError, RunError
+from rollhook.failpoints import fail
 from rollhook.router import Worker
 
 log = logging.getLogger(__name__)
@@ -62,14 +63,17 @@ class WeightStore:
             path.mkdir(parents=True)
         except OSError as error:
             raise cannot_write(path, error) from error
+        fail("weights.after_new")
         return path
 
     def commit(self, path: Path, version: int) -> None:
         """Make every byte of `path` durable, then mark it complete. Blocks; call it off the loop."""
         try:
             fsync_tree(path)
-            write_atomic(path / MARKER, orjson.dumps({"schema": SCHEMA_VERSION, "version": version}))
             fsync_directory(self.directory)
+            fail("weights.before_marker")
+            write_atomic(path / MARKER, orjson.dumps({"schema": SCHEMA_VERSION, "version": version}))
+            fail("weights.after_marker")
         except OSError as error:
             raise cannot_write(path, error) from error
 
@@ -89,7 +93,8 @@ class WeightStore:
     def prune(self, in_use: Collection[int] = ()) -> list[int]:
         """Remove all but the newest two complete versions and those in use; return what went.
 
-        An incomplete directory goes too once a newer version is complete: it is a crash's leftover.
+        An incomplete directory goes too once a newer version is complete: it is a crash's leftover. Raises
+        RunError when one cannot be removed.
         """
         complete = self.complete()
         keep = set(complete[-_KEPT:]) | set(in_use)
@@ -98,9 +103,20 @@ class WeightStore:
         for version, path in self._versions():
             if version in keep or version > newest:
                 continue
-            shutil.rmtree(path)
+            self._remove(path)
             gone.append(version)
         return sorted(gone)
+
+    def _remove(self, path: Path) -> None:
+        """Remove a directory; its marker goes first, so that half of one never looks complete."""
+        try:
+            if (path / MARKER).exists():
+                (path / MARKER).unlink()
+                fsync_directory(path)
+            fail("weights.amid_removal")
+            shutil.rmtree(path)
+        except OSError as error:
+            raise RunError(f"{path} cannot be removed: {error.strerror}") from error
 
     def _versions(self) -> list[tuple[int, Path]]:
         if not self.directory.is_dir():

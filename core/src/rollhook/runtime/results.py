@@ -10,6 +10,7 @@ import orjson
 from rollhook.checkpoints import MARKER
 from rollhook.durable import check_schema, write_atomic
 from rollhook.errors import RunError
+from rollhook.failpoints import fail
 from rollhook.rundir import Status
 from rollhook.runtime.evaluate import Evaluation, Rate
 
@@ -54,7 +55,9 @@ class RunResult:
                 for e in self.evaluations
             ],
         }
+        fail("result.before_write")
         write_atomic(directory / NAME, orjson.dumps(data, option=orjson.OPT_INDENT_2))
+        fail("result.after_write")
 
 
 def read_result(directory: Path) -> RunResult | None:

@@ -18,6 +18,7 @@ from typing import Any
 
 from rollhook.durable import to_json
 from rollhook.errors import BudgetExceeded, RollhookError, SandboxError
+from rollhook.failpoints import fail
 from rollhook.sandbox.backend import RawSandbox, SandboxBackend, SandboxSpec
 from rollhook.sandbox.deletions import Backoff, Deletions, PoolTimes
 from rollhook.sandbox.lease import Lease, LeaseJournal
@@ -219,7 +220,9 @@ class SandboxPool:
         state = _Try(lease)
         try:
             await self._journal.append_durable("lease", **lease.data())
+            fail("sandbox.before_create")
             raw = await self._try_until_made(labelled, state)
+            fail("sandbox.after_create")
             self._journal.append("lease_created", nonce=lease.nonce, sandbox_id=raw.id)
             sandbox = Sandbox(raw, capabilities=self._backend.capabilities)
         except BaseException:

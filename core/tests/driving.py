@@ -1,0 +1,310 @@
+"""A whole driver without Ray, engines or models: for tests of what a run leaves on disk, and of its death.
+
+    rig = Rig(tmp_path, steps=3)
+    rig.die("checkpoint.before_marker")   # in a process of its own, killed at that failpoint
+    result = await rig.drive()            # the next attempt, here
+    rig.trained()                         # what the newest checkpoint's weights were made of
+
+It is also the plugin module of the components that its recipe names.
+"""
+
+import asyncio
+import hashlib
+import importlib
+import io
+import json
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+from pathlib import Path
+
+from rich.console import Console
+
+from rollhook import Component, Config, failpoints, hookimpl
+from rollhook.agent import Agent, StopReason
+from rollhook.checkpoints import CheckpointStore
+from rollhook.environment import Box, Environment, Episode, Observation, Phase, Task, Verdict
+from rollhook.installed import EntryInfo
+from rollhook.messages import message
+from rollhook.plugins import Plugins
+from rollhook.recipe.schema import Recipe
+from rollhook.rundir import RunDir
+from rollhook.runtime.driver import Driver
+from rollhook.runtime.progress import Display
+from rollhook.sandbox import SandboxBackend, SandboxInfo, SandboxSpec
+from rollhook.testing.engine import LocalPlacement
+from rollhook.testing.scripted import ScriptedRaw
+from rollhook.testing.tokenizer import write_tokenizer
+from rollhook.trainer import NativeTrainer
+
+COMPONENTS = {
+    "environment.rooms": "driving:Rooms",
+    "agent.answers": "driving:Answers",
+    "sandbox.shelf": "driving:Shelf",
+    "engine.fake": "rollhook.testing.fake_engine:FakeEngines",
+    "router.first": "rollhook.router:RouterPolicy",
+    "trainer.counting": "driving:CountingTrainer",
+}
+TASKS = 6
+
+
+class Rig:
+    """A run in `root`/runs whose attempts are driven here (`drive`) or by a process that dies (`die`).
+
+    `changes` are keys of the recipe; a section is merged with what is here.
+    """
+
+    def __init__(self, root, **changes):
+        self.root = root
+        model = root / "model"
+        write_tokenizer(model)
+        (model / "config.json").write_text(json.dumps({"max_position_embeddings": 512}))
+        self.keys = {
+            "name": "rig",
+            "model": {"path": str(model)},
+            "environment": [{"use": "rooms"}],
+            "agent": {"use": "answers"},
+            "sandbox": {"use": "shelf", "directory": str(root / "provider")},
+            "engine": {"use": "fake"},
+            "router": {"use": "first"},
+            "trainer": {"use": "counting"},
+            "rollout": {"batch_groups": 2, "group_size": 2, "max_concurrent": 8},
+            "budgets": {"max_seq_len": 256, "reply_tokens": 8},
+            "steps": 3,
+        }
+        for key, value in changes.items():
+            old = self.keys.get(key)
+            self.keys[key] = {**old, **value} if isinstance(old, dict) else value
+        self.run = RunDir.create(root / "runs", "rig", run_id="rig")
+
+    async def drive(self, drain=None):
+        """Drive the next attempt to its end and return its result."""
+        return await _drive(self.run.path, self.keys, drain or asyncio.Event())
+
+    def die(self, failpoint, hit=1):
+        """Drive the next attempt in a process that is killed at a failpoint."""
+        assert self.attempt_elsewhere(failpoint, hit) == -signal.SIGKILL, f"{failpoint} was not reached"
+
+    def attempt_elsewhere(self, failpoint=None, hit=1):
+        """Drive the next attempt in another process and return its exit code."""
+        return run_elsewhere(_attempt, self.run.path, self.keys, failpoint, hit)
+
+    def trained(self):
+        """Return the state of the trainer in the newest checkpoint: steps, and a chain over its batches."""
+        newest = CheckpointStore(self.run.checkpoints).newest()
+        return None if newest is None else json.loads((newest.path / "trainer.json").read_bytes())
+
+    def sandboxes(self):
+        """Return the labels of the sandboxes that exist at the provider."""
+        found = sorted((self.root / "provider").glob("*.json"))
+        return [json.loads(path.read_bytes()) for path in found]
+
+
+def run_elsewhere(function, *args):
+    """Call a module's function in a process without threads of ours and return its exit code."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["rollhook.runtime.rollouts", "rollhook.testing.fake_engine"])
+    process = context.Process(target=_elsewhere, args=(dict(os.environ), function, args))
+    process.start()
+    process.join(60)
+    assert process.exitcode is not None, "it hangs"
+    return process.exitcode
+
+
+def chain(digest, step, episode_ids):
+    """Return the digest of a trainer that trained these samples in step `step` (0-based)."""
+    return hashlib.sha256(json.dumps([digest, step, list(episode_ids)]).encode()).hexdigest()[:16]
+
+
+def _elsewhere(environ, function, args):
+    os.environ.clear()
+    os.environ.update(environ)
+    function(*args)
+
+
+def _attempt(path, keys, failpoint, hit):
+    if failpoint is not None:
+        failpoints.arm(failpoint, hit)
+    asyncio.run(_drive(path, keys, asyncio.Event()))
+
+
+async def _drive(path, keys, drain):
+    recipe = Recipe.model_validate(keys)
+    plugins = Plugins(
+        EntryInfo(*name.split("."), module="driving", distribution="driving", version="1")
+        for name in COMPONENTS
+    )
+    plugins.add(tuple(name.split(".")) for name in COMPONENTS)
+    display = Display(Console(file=io.StringIO()))
+    driver = Driver(recipe, keys, "digest", plugins, RunDir(path), FakeCluster(), display, drain)
+    return await driver.run()
+
+
+class FakeCluster:
+    """Places objects in this process; what crosses the seam is pickled, as it would be."""
+
+    def __init__(self):
+        self.placement = LocalPlacement()
+
+    async def place(self, target, *args, name, gpus=0, env=None):
+        module, _, attribute = target.partition(":")
+        made = getattr(importlib.import_module(module), attribute)
+        return FakeRemote(made(*pickle.loads(pickle.dumps(args))))
+
+    async def stop(self):
+        pass
+
+
+class FakeRemote:
+    def __init__(self, target):
+        self._target = target
+
+    async def call(self, method, *args, **keys):
+        args, keys = pickle.loads(pickle.dumps((args, keys)))
+        return await asyncio.to_thread(getattr(self._target, method), *args, **keys)
+
+    async def stop(self):
+        self._target = None
+
+
+class CountingTrainer(NativeTrainer):
+    """Its weights are a digest over the batches in order, its optimizer the number of steps."""
+
+    def setup(self, model_dir, *, total_steps, seed):
+        self._model_dir = model_dir
+        self._steps, self._digest = 0, ""
+        if (model_dir / "weights.json").exists():
+            self._digest = json.loads((model_dir / "weights.json").read_bytes())["digest"]
+
+    def step(self, groups, step):
+        ids = [sample.episode_id for group in groups for sample in group]
+        self._steps, self._digest = self._steps + 1, chain(self._digest, step, ids)
+        return {"train/loss": 1.0 / self._steps}
+
+    def publish(self, directory):
+        for path in self._model_dir.iterdir():
+            if path.is_file() and path.name not in ("weights.json", "trainer.json"):
+                shutil.copy(path, directory)
+        (directory / "weights.json").write_text(json.dumps({"digest": self._digest}))
+
+    def save(self, directory):
+        self.publish(directory)
+        state = {"steps": self._steps, "digest": self._digest}
+        (directory / "trainer.json").write_text(json.dumps(state))
+
+    def load(self, directory):
+        state = json.loads((directory / "trainer.json").read_bytes())
+        self._steps, self._digest = state["steps"], state["digest"]
+
+
+class Rooms(Environment):
+    """Tasks with a box each; the members of a group are rewarded in turn, so that each group may train."""
+
+    verifies_apart = False
+
+    def tasks(self, split=None):
+        names = [f"room-{number}" for number in range(TASKS)]
+        return [Task(n, hashlib.sha256(n.encode()).hexdigest(), split or "train", "rooms") for n in names]
+
+    def episode(self, task, ctx):
+        return RoomEpisode(ctx)
+
+
+class RoomEpisode(Episode):
+    boxes = {"main": Box(SandboxSpec())}
+
+    def __init__(self, ctx):
+        self._ctx = ctx
+
+    async def phases(self):
+        yield RoomPhase(self._ctx)
+
+
+class RoomPhase(Phase):
+    def __init__(self, ctx):
+        self._ctx = ctx
+        self.observation = Observation([message("user", "Open the door.")])
+
+    async def verify(self, transcript):
+        assert await self._ctx.box().alive(), "somebody deleted the sandbox of a live episode"
+        member = int(self._ctx.episode_id.rpartition("-e")[2].partition("-")[0])
+        return Verdict(float(member % 2))
+
+
+class Answers(Agent):
+    async def run(self, context):
+        await context.session.chat(context.observation.messages)
+        return StopReason.DONE
+
+
+class ShelfConfig(Config):
+    directory: Path
+
+
+class Shelf(SandboxBackend):
+    """A provider that keeps its sandboxes, a file with labels each, also when its client dies."""
+
+    async def create(self, spec):
+        self.config.directory.mkdir(exist_ok=True)
+        raw = ShelfRaw(os.urandom(4).hex(), spec)
+        raw.path = self.config.directory / f"{raw.id}.json"
+        raw.path.write_text(json.dumps(dict(spec.labels)))
+        return raw
+
+    async def list(self, labels):
+        found = [(p.stem, json.loads(p.read_bytes())) for p in self.config.directory.glob("*.json")]
+        return [SandboxInfo(name, held) for name, held in found if labels.items() <= held.items()]
+
+    async def delete(self, sandbox_id):
+        (self.config.directory / f"{sandbox_id}.json").unlink(missing_ok=True)
+
+
+class ShelfRaw(ScriptedRaw):
+    async def alive(self):
+        return self.path.exists()
+
+    async def kill_tree(self, mark):
+        return []
+
+
+@hookimpl
+def rollhook_accept_group(group):
+    """Reject the first group of each odd step."""
+    return "odd" if int(group.group_id.rpartition("s")[2][:5]) % 2 and "-g000" in group.group_id else None
+
+
+def _component(kind, name):
+    config = ShelfConfig if name == "shelf" else Config
+    return [Component(name, config, COMPONENTS[f"{kind}.{name}"], "for tests")]
+
+
+@hookimpl
+def rollhook_environments():
+    return _component("environment", "rooms")
+
+
+@hookimpl
+def rollhook_agents():
+    return _component("agent", "answers")
+
+
+@hookimpl
+def rollhook_sandboxes():
+    return _component("sandbox", "shelf")
+
+
+@hookimpl
+def rollhook_engines():
+    return _component("engine", "fake")
+
+
+@hookimpl
+def rollhook_router_policies():
+    return _component("router", "first")
+
+
+@hookimpl
+def rollhook_trainers():
+    return _component("trainer", "counting")
