@@ -20,6 +20,7 @@ from pydantic.fields import FieldInfo
 from rollhook import hookspecs
 from rollhook.cli.main import VERBS, LazyCommand
 from rollhook.component import Component
+from rollhook.metric_names import SECTIONS
 from rollhook.recipe.load import read_recipe
 from rollhook.recipe.names import names_in
 from rollhook.recipe.schema import Recipe
@@ -273,6 +274,22 @@ The recipes of this repository; a shipped recipe is also found by its bare name 
     return text
 
 
+def metrics_page() -> str:
+    """Return the reference of the metrics that a run writes."""
+    text = f"""{NOTE}# Metrics
+
+What stands in a run's `metrics.jsonl` and goes to its trackers. A row has `schema`, `step` (steps done),
+`attempt`, `time` (epoch seconds) and the metrics by these names, which are stable. A part in `<...>` stands
+for any text.
+"""
+    for section in SECTIONS:
+        text += f"\n## {section.title}\n\nIn {section.rows}.\n\n| metric | unit | meaning |\n|---|---|---|\n"
+        for metric in section.metrics:
+            when = f" (if: {metric.when})" if metric.when else ""
+            text += f"| `{metric.name}` | {cell(metric.unit)} | {cell(metric.text + when)} |\n"
+    return text
+
+
 def pages() -> dict[Path, str]:
     """Return every page of the reference."""
     return {
@@ -282,6 +299,7 @@ def pages() -> dict[Path, str]:
         REFERENCE / "components.md": components_page(),
         REFERENCE / "interfaces.md": interfaces_page(),
         REFERENCE / "commands.md": commands_page(),
+        REFERENCE / "metrics.md": metrics_page(),
     }
 
 

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from rollhook import metric_names
 from rollhook.journal import read
+from rollhook.metrics_file import read_metrics
 from rollhook.runtime.evaluate import one_sided_p
 from rollhook.runtime.results import read_result
 
@@ -76,6 +78,7 @@ def test_the_short_quickstart_learns_and_leaves_nothing(tmp_path):
     assert json.loads(done.stdout)["metrics"]["eval/pass_rate"] == pytest.approx(after.value)
     one_sandbox_per_episode(root / "q")
     every_prompt_has_an_owner(root / "q")
+    the_metrics_are_those_of_the_table(root)
     assert wait_until_gone(tmp_path) == []
     for path in root.rglob("*"):
         if path.is_file():
@@ -105,6 +108,17 @@ def every_prompt_has_an_owner(run):
     assert len(started) == len(set(started))
     assert len(trained) == len(set(trained))
     assert set(trained) <= set(started)
+
+
+def the_metrics_are_those_of_the_table(root):
+    """None is missing in the table of metrics, and none there that is always written is missing here."""
+    rows = [row for path in root.glob("*/metrics.jsonl") for row in read_metrics(path)]
+    names = {name for row in rows for name in row} - {"schema", "step", "attempt", "time"}
+    found = {metric_names.find(name) for name in names}
+    assert metric_names.unlisted(names) == set()
+    assert "train/<name>" not in {metric.name for metric in found}, "trainer torch's are all listed"
+    always = {metric for section in metric_names.SECTIONS for metric in section.metrics if not metric.when}
+    assert always - found == set()
 
 
 @pytest.mark.slow
