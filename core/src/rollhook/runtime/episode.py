@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rollhook.recipe.schema import Budgets, Outcomes
     from rollhook.sandbox import Sandbox
     from rollhook.sandbox.pool import SandboxPool
-    from rollhook.session import PolicyClient, Session
+    from rollhook.session import Policy, PolicySession
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class EpisodeRunner:
         environment: Environment,
         agent: Agent,
         pool: SandboxPool | None,
-        policy: PolicyClient | None,
+        policy: Policy | None,
         limits: Budgets,
         outcome_policy: Outcomes,
         context: BuildContext,
@@ -132,7 +132,7 @@ class EpisodeRunner:
         self,
         request: EpisodeRequest,
         limits: Limits,
-        session: Session | None,
+        session: PolicySession | None,
         clock: AgentClock,
         course: Course,
     ) -> None:
@@ -202,7 +202,7 @@ class EpisodeRunner:
         request: EpisodeRequest,
         phase: Phase,
         limits: Limits,
-        session: Session | None,
+        session: PolicySession | None,
         clock: AgentClock,
         boxes: dict[str, Sandbox],
         episode: Episode,
@@ -232,7 +232,7 @@ class EpisodeRunner:
         self,
         request: EpisodeRequest,
         phase: Phase,
-        session: Session | None,
+        session: PolicySession | None,
         clock: AgentClock,
         boxes: Mapping[str, Sandbox],
         course: Course,
@@ -302,7 +302,7 @@ class EpisodeRunner:
             self._reported.add(place)
             logger.error("%s (the same again is not shown)", what, exc_info=error)
 
-    def _open_session(self, request: EpisodeRequest, clock: AgentClock) -> Session | None:
+    def _open_session(self, request: EpisodeRequest, clock: AgentClock) -> PolicySession | None:
         if self.policy is None or request.sampling is None:
             return None
         return self.policy.open(
@@ -329,7 +329,7 @@ class EpisodeRunner:
             course.spent(node, self._now() - started)
 
     def _result(
-        self, request: EpisodeRequest, course: Course, session: Session | None, started_at: float
+        self, request: EpisodeRequest, course: Course, session: PolicySession | None, started_at: float
     ) -> EpisodeResult:
         outcome = course.outcome or Outcome(
             "infra_error", boundary="rollhook", cause="the episode has no outcome"

@@ -14,7 +14,7 @@ from rollhook.runtime.verifier import HomeLoop
 
 if TYPE_CHECKING:
     from rollhook.sandbox import Sandbox
-    from rollhook.session import Session
+    from rollhook.session import PolicySession
 
 
 class Boxes(Mapping[str, "Sandbox"]):
@@ -38,7 +38,7 @@ class Boxes(Mapping[str, "Sandbox"]):
 class Recorder:
     """The session that an agent gets: keeps the conversation for the record."""
 
-    def __init__(self, session: Session | None, heard: Callable[[list[Message]], None]) -> None:
+    def __init__(self, session: PolicySession | None, heard: Callable[[list[Message]], None]) -> None:
         self._session = session
         self._heard = heard
 
@@ -55,7 +55,7 @@ class Recorder:
 class RemainingBudget:
     """What an agent may still use."""
 
-    def __init__(self, session: Session | None, clock: AgentClock) -> None:
+    def __init__(self, session: PolicySession | None, clock: AgentClock) -> None:
         self._session = session
         self._clock = clock
 

@@ -18,9 +18,8 @@ from rollhook.agent import Reply
 from rollhook.engine.base import SamplingParams
 from rollhook.errors import BudgetExceeded, EngineError, RollhookError, UsageError
 from rollhook.session.common import SessionError
-from rollhook.session.policy import PolicyClient
+from rollhook.session.face import Policy, PolicySession
 from rollhook.session.render import RenderError
-from rollhook.session.session import Session
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +52,7 @@ class Gateway:
 
     def __init__(
         self,
-        policy: PolicyClient,
+        policy: Policy,
         *,
         bind: str = "127.0.0.1",
         port: int = 0,
@@ -201,7 +200,7 @@ class Gateway:
         if not hmac.compare_digest(given.encode(errors="replace"), expected.encode()):
             raise RefusedError(401, "the gateway's token is required: Authorization: Bearer <token>")
 
-    def _session(self, request: web.Request) -> Session:
+    def _session(self, request: web.Request) -> PolicySession:
         session_id = request.match_info["session_id"]
         session = self._policy.sessions.get(session_id)
         if session is None:
@@ -270,7 +269,7 @@ def _number(body: Mapping[str, Any], key: str, default: float, least: float, mos
     return float(value)
 
 
-def _completion(session: Session, reply: Reply, model: str) -> dict[str, Any]:
+def _completion(session: PolicySession, reply: Reply, model: str) -> dict[str, Any]:
     return {
         "id": f"chatcmpl-{uuid4().hex[:24]}",
         "object": "chat.completion",

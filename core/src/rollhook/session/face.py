@@ -1,0 +1,75 @@
+"""What the runtime and the gateway use of a policy and its sessions, over tokens or over messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from rollhook.agent import Reply
+from rollhook.engine.base import SamplingParams
+from rollhook.messages import Message, ToolSchema
+from rollhook.session.common import SessionStats
+from rollhook.session.tree import Leaf
+from rollhook.session.turn import Clock
+
+
+class PolicySession(Protocol):
+    """One conversation with the policy; `Session` and `MessageSession` are such."""
+
+    stats: SessionStats
+
+    @property
+    def id(self) -> str:
+        """The session's id."""
+
+    @property
+    def turns_left(self) -> int:
+        """Turns that may still be generated."""
+
+    @property
+    def tokens_left(self) -> int:
+        """Tokens that the session may still hold."""
+
+    @property
+    def versions(self) -> tuple[int, int] | None:
+        """The oldest and the newest weight version of any generated token; None where none is known."""
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[ToolSchema] | None = None,
+        max_tokens: int | None = None,
+    ) -> Reply:
+        """Generate one turn after `messages`."""
+
+    def leaves(self) -> list[Leaf]:
+        """Return what may train."""
+
+    async def close(self) -> None:
+        """End the session."""
+
+
+class Policy(Protocol):
+    """Opens sessions; `PolicyClient` and `MessagePolicy` are such."""
+
+    @property
+    def sessions(self) -> Mapping[str, PolicySession]:
+        """The open sessions by id."""
+
+    def open(
+        self,
+        session_id: str,
+        *,
+        task_id: str = "",
+        sampling: SamplingParams | None = None,
+        max_seq_len: int,
+        reply_tokens: int,
+        turns: int,
+        seed: int | None = None,
+        clock: Clock | None = None,
+    ) -> PolicySession:
+        """Open a session."""
+
+    async def close(self) -> None:
+        """Close every session."""
