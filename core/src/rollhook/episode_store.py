@@ -229,13 +229,22 @@ def read_records(directory: Path) -> Iterator[EpisodeRecord]:
             yield _record(row)
 
 
-def read_samples(directory: Path, episode_ids: Collection[str] | None = None) -> Iterator[Sample]:
-    """Yield the samples of these episodes (None: of all), part by part.
+def locate(directory: Path) -> dict[str, Path]:
+    """Return the part that holds each episode, by id; RunError as `read_records` raises it."""
+    return {row["episode_id"]: path for path in _parts(directory) for row in _rows(path)}
+
+
+def read_samples(
+    directory: Path, episode_ids: Collection[str] | None = None, parts: Collection[Path] | None = None
+) -> Iterator[Sample]:
+    """Yield the samples of these episodes (None: of all), part by part; `parts`: look in these only.
 
     Raises RunError when a line names tokens that are not there.
     """
     wanted = None if episode_ids is None else frozenset(episode_ids)
     for path in _parts(directory):
+        if parts is not None and path not in parts:
+            continue
         rows = [row for row in _rows(path) if wanted is None or row["episode_id"] in wanted]
         if any(row["samples"] for row in rows):
             tensors = read_tensors(path.with_suffix(".safetensors"))
