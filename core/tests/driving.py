@@ -13,16 +13,15 @@ import hashlib
 import importlib
 import io
 import json
-import multiprocessing
 import os
 import pickle
 import shutil
-import signal
 from pathlib import Path
 
+from dying import DIED, elsewhere
 from rich.console import Console
 
-from rollhook import Component, Config, failpoints, hookimpl
+from rollhook import Component, Config, hookimpl
 from rollhook.agent import Agent, StopReason
 from rollhook.checkpoints import CheckpointStore
 from rollhook.environment import Box, Environment, Episode, Observation, Phase, Task, Verdict
@@ -85,11 +84,11 @@ class Rig:
 
     def die(self, failpoint, hit=1):
         """Drive the next attempt in a process that is killed at a failpoint."""
-        assert self.attempt_elsewhere(failpoint, hit) == -signal.SIGKILL, f"{failpoint} was not reached"
+        assert self.attempt_elsewhere(failpoint, hit) == DIED, f"{failpoint} was not reached"
 
     def attempt_elsewhere(self, failpoint=None, hit=1):
         """Drive the next attempt in another process and return its exit code."""
-        return run_elsewhere(_attempt, self.run.path, self.keys, failpoint, hit)
+        return elsewhere(failpoint, hit, _attempt, self.run.path, self.keys)
 
     def trained(self):
         """Return the state of the trainer in the newest checkpoint: steps, and a chain over its batches."""
@@ -102,31 +101,12 @@ class Rig:
         return [json.loads(path.read_bytes()) for path in found]
 
 
-def run_elsewhere(function, *args):
-    """Call a module's function in a process without threads of ours and return its exit code."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["rollhook.runtime.rollouts", "rollhook.testing.fake_engine"])
-    process = context.Process(target=_elsewhere, args=(dict(os.environ), function, args))
-    process.start()
-    process.join(60)
-    assert process.exitcode is not None, "it hangs"
-    return process.exitcode
-
-
 def chain(digest, step, episode_ids):
     """Return the digest of a trainer that trained these samples in step `step` (0-based)."""
     return hashlib.sha256(json.dumps([digest, step, list(episode_ids)]).encode()).hexdigest()[:16]
 
 
-def _elsewhere(environ, function, args):
-    os.environ.clear()
-    os.environ.update(environ)
-    function(*args)
-
-
-def _attempt(path, keys, failpoint, hit):
-    if failpoint is not None:
-        failpoints.arm(failpoint, hit)
+def _attempt(path, keys):
     asyncio.run(_drive(path, keys, asyncio.Event()))
 
 

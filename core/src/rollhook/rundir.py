@@ -203,11 +203,18 @@ class RunDir:
             fail("rundir.after_owner")
             (path / "logs").mkdir(exist_ok=True)
             fsync_directory(path.parent)
+            self._sweep()
         except FileExistsError:
             raise RunError(f"another driver has just claimed attempt {number} of run {self.run_id}") from None
         except OSError as error:
             raise cannot_write(path, error) from error
         return Attempt(self, number, interval=interval)
+
+    def _sweep(self) -> None:
+        """Remove the files that earlier attempts, which are over, did not finish writing."""
+        for pattern in (".*.tmp", "episodes/.*.tmp", "attempts/*/.*.tmp"):
+            for path in self.path.glob(pattern):
+                path.unlink(missing_ok=True)
 
     def _alive(
         self,
