@@ -7,6 +7,7 @@ from pydantic import Field, PositiveInt
 from rollhook import Component, ComponentRef, Config, Secret, hookimpl
 from rollhook.agent import Agent
 from rollhook.engine.base import Engine
+from rollhook.engine.messages import MessageEngine, RequestLimits
 from rollhook.environment import Environment, Task
 from rollhook.errors import UsageError
 from rollhook.launcher import Launcher
@@ -109,8 +110,17 @@ class Generator(Engine):
         pass
 
 
-class TextOnly(Generator):
-    gives_tokens = False
+class TextOnly(MessageEngine):
+    limits = RequestLimits()
+
+    async def start(self):
+        pass
+
+    async def complete(self, request):
+        raise NotImplementedError
+
+    async def stop(self):
+        pass
 
 
 class Learner(NativeTrainer):

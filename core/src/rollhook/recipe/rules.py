@@ -43,6 +43,12 @@ class Composition:
         """Whether episodes are run, to train on or to evaluate."""
         return self.trains_on_episodes or bool(self.recipe.evaluation.every) or not self.trains
 
+    @property
+    def asks_endpoint(self) -> bool:
+        """Whether its engine takes messages, so that nothing here needs weights or a tokenizer."""
+        part = self.part("engine")
+        return part is not None and part.cls is not None and not part.cls.gives_tokens
+
     def says(self, key: str) -> bool:
         """Return whether the recipe gives a key, or one below it, a value other than null."""
         try:
@@ -123,6 +129,10 @@ def no_effect(c: Composition) -> Iterator[Problem]:
     if not c.trains:
         keys = ["steps", "checkpoint.every", "checkpoint.keep", "rollout.permute_rewards", "evaluation.every"]
         yield from _idle(c, keys, c.layer("trainer"), "there is no trainer")
+    if c.asks_endpoint and not c.trains:
+        keys = ["router", "model.path", "model.init", "model.tokenizer", "model.chat_template"]
+        reason = f"engine {_use(r.engine)} asks an endpoint, which renders and routes by itself"
+        yield from _idle(c, keys, c.layer("engine"), reason)
     if r.rollout.draw == "uniform":
         yield from _idle(c, ["rollout.draw_floor"], c.layer("rollout.draw"), "rollout.draw is uniform")
     if c.trains and not r.evaluation.every:
@@ -244,7 +254,7 @@ def model(c: Composition) -> Iterator[Problem]:
             "cannot be given beside model.path: weights are loaded or made",
             hint="delete one: ~model.init or ~model.path",
         )
-    elif m.path is None and m.init is None and load_from is None:
+    elif m.path is None and m.init is None and load_from is None and not c.asks_endpoint:
         yield Problem("model", "says neither where weights are (path) nor how to make them (init)")
     trainer = c.part("trainer")
     if m.init is not None and m.path is None and trainer and trainer.cls and not trainer.cls.can_initialise:

@@ -47,6 +47,8 @@ def _files(c: Composition) -> Iterator[Problem]:
     for key, name in named.items():
         if name is None or name.startswith((PREFIX, "needs:")) or key in c.loaded.unresolved:
             continue
+        if c.asks_endpoint and key.startswith("model."):
+            continue
         if _is_hub_name(key, name) or Path(name).expanduser().exists():
             continue
         yield _site(key, f"{name!r} does not exist here")
