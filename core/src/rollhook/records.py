@@ -108,7 +108,11 @@ class EpisodeRecord:
 
 @dataclass
 class Group:
-    """The episodes of one prompt that are normalised together."""
+    """The episodes of one prompt that are normalised together.
+
+    `discarded` are finished ones whose tokens became too old; `refills` counts the episodes that replaced
+    failed, cancelled and discarded ones.
+    """
 
     group_id: str
     task_id: str
@@ -117,6 +121,8 @@ class Group:
     size: int
     records: list[EpisodeRecord] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
+    discarded: list[EpisodeRecord] = field(default_factory=list)
+    refills: int = 0
 
     @property
     def rewards(self) -> list[float]:

@@ -19,21 +19,35 @@ EXIT = {"succeeded": 0, "failed": 1, "stopped": 3}
 
 
 def run(
-    recipe: Annotated[str, typer.Argument(help="a recipe's path, or the name of a shipped one")],
+    recipe: Annotated[
+        str | None, typer.Argument(help="a recipe's path, or the name of a shipped one", show_default=False)
+    ] = None,
     overrides: Annotated[list[str] | None, typer.Argument(help="key.path=value, +key=value or ~key")] = None,
     run_id: Annotated[
         str | None, typer.Option(help="id of the new run; default: from the recipe's name")
+    ] = None,
+    resume: Annotated[
+        str | None, typer.Option(metavar="RUN", help="go on with this run (id or path) instead of a recipe")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="print the result as JSON on stdout")] = False,
 ) -> None:
     """Run a recipe on this machine, and the recipes that it needs before it.
 
-    Stop with Ctrl-C: once ends after the step under way, twice ends at once.
+    Stop with Ctrl-C: once ends after the step under way, twice ends at once. `--resume RUN` goes on from the
+    newest committed step of a run that was stopped or died.
     """
-    from rollhook.runtime.launch import run_recipe
+    from rollhook.errors import UsageError
+    from rollhook.rundir import RunDir
+    from rollhook.runtime.launch import drive_run, run_recipe
     from rollhook.runtime.progress import Display
 
     display = Display()
+    if resume is not None:
+        if recipe is not None or run_id is not None:
+            raise UsageError("--resume takes the recipe and the id of the run; give nothing beside it")
+        _finish(drive_run(RunDir.find(resume), display), display, json)
+    if recipe is None:
+        raise UsageError("say which recipe to run, e.g. `rollhook run quickstart`, or --resume RUN")
     _finish(run_recipe(recipe, overrides or [], display, run_id), display, json)
 
 

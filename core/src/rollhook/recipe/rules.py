@@ -107,7 +107,7 @@ def no_effect(c: Composition) -> Iterator[Problem]:
         return
     if c.trains and not c.trains_on_episodes:
         keys = ["group_size", "batch_groups", "submission", "refill_limit", "drop_zero_variance"]
-        keys += ["draw", "draw_floor", "permute_rewards"]
+        keys += ["draw", "draw_floor", "permute_rewards", "max_staleness", "buffer_groups"]
         chosen = c.layer("trainer")
         yield from _idle(
             c,
@@ -138,8 +138,9 @@ def no_effect(c: Composition) -> Iterator[Problem]:
     if c.trains and not r.evaluation.every:
         keys = [f"evaluation.{key}" for key in ("split", "episodes", "samples", "greedy", "first")]
         yield from _idle(c, keys, c.layer("evaluation.every"), "evaluation.every is 0")
-    overlap = ["rollout.max_staleness", "rollout.buffer_groups"]
-    yield from _idle(c, overlap, -1, "in this version every step waits for episodes of its own weights")
+    if r.rollout.max_staleness == 0:
+        reason = "with rollout.max_staleness 0 no group is made beyond the next batch"
+        yield from _idle(c, ["rollout.buffer_groups"], c.layer("rollout.max_staleness"), reason)
     yield from _idle(c, ["gateway.public_url"], -1, "in this version no agent works in a sandbox elsewhere")
     if len(r.environment) == 1:
         yield from _idle(c, ["environment.weight"], -1, "there is one environment")
@@ -188,6 +189,12 @@ def numbers(c: Composition) -> Iterator[Problem]:
             "rollout.max_concurrent",
             f"{rollout.max_concurrent} is less than rollout.group_size, {rollout.group_size}: "
             "with submission group nothing could start",
+        )
+    if rollout.buffer_groups is not None and rollout.buffer_groups < rollout.batch_groups:
+        yield Problem(
+            "rollout.buffer_groups",
+            f"{rollout.buffer_groups} is less than rollout.batch_groups, {rollout.batch_groups}: "
+            "no batch would ever be complete",
         )
     sandbox = c.recipe.sandbox
     if sandbox and sandbox.warm > rollout.max_concurrent:

@@ -107,9 +107,15 @@ class Rollout(_Section):
     submission: Annotated[Literal["episode", "group"], Field(description="what a free slot takes")] = (
         "episode"
     )
-    max_staleness: Annotated[int, Field(ge=0, description="weight versions that a trained token may lag")] = 0
+    max_staleness: Annotated[
+        int,
+        Field(
+            ge=0, description="weight versions that a trained token may lag; 0: no episode runs in training"
+        ),
+    ] = 0
     buffer_groups: Annotated[
-        PositiveInt | None, Field(description="finished groups that may wait; default: batch_groups")
+        PositiveInt | None,
+        Field(description="groups are started only while fewer finished ones wait; default: no such limit"),
     ] = None
     refill_limit: Annotated[int, Field(ge=0, description="replacements of failed episodes per group")] = 4
     drop_zero_variance: Annotated[

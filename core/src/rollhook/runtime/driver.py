@@ -3,47 +3,47 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollhook.checkpoints import Checkpoint, CheckpointStore
 from rollhook.engine.weights import WeightStore
 from rollhook.episode_store import EpisodeStore
-from rollhook.errors import RunError, UsageError, first_of
+from rollhook.errors import RunError, first_of
 from rollhook.metrics_file import MetricsWriter
 from rollhook.observers import Observers
-from rollhook.packs import cache_directory, resolve_all
-from rollhook.records import Sample
+from rollhook.runtime.batch import Batch, VerdictWatch, batch_metrics
 from rollhook.runtime.episode import EpisodeResult
 from rollhook.runtime.evaluate import Evaluation
-from rollhook.runtime.model import is_path, local_model
+from rollhook.runtime.lineage import Lineage
 from rollhook.runtime.parts import Parts
 from rollhook.runtime.progress import Display
-from rollhook.runtime.results import RunResult
-from rollhook.runtime.rollout import Batch, VerdictWatch, batch_metrics
-from rollhook.runtime.seeds import derive
+from rollhook.runtime.results import RunResult, evaluation_data, read_evaluation
+from rollhook.runtime.training import Training, trains_on_episodes
 from rollhook.runtime.watchdog import Watchdog
 
 if TYPE_CHECKING:
-    from rollhook.cluster import Cluster, Remote
+    from rollhook.cluster import Cluster
     from rollhook.plugins import Plugins
     from rollhook.recipe.schema import Recipe
     from rollhook.rundir import Attempt, RunDir, Status
     from rollhook.runtime.rollouts import Rollouts
 
 logger = logging.getLogger(__name__)
-FIRST_VERSION = 1
+#: seconds between two writes of finished episodes, so that a crash loses few
+FLUSH_INTERVAL = 5.0
 
 
 class Driver:
-    """Drives one attempt. The step loop is synchronous: rollouts, training, commit, weights.
+    """Drives one attempt: from the newest committed step, or from the start.
 
-    `drain` set means: stop after the step under way has committed. Cancelling `run` stops at once;
-    either way everything that was started is released before `run` returns.
+    Episodes are made beside training (`rollhook.runtime.producer`). `drain` set means: stop after the step
+    under way has committed. Cancelling `run` stops at once; either way everything that was started is
+    released before `run` returns.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Driver:
         self.display = display
         self.drain = drain
         self.result = RunResult(run.run_id, "failed", digest)
-        self._version = FIRST_VERSION
+        self._version = 0
         self._pending: list[str] = []
         self._verdicts = VerdictWatch()
 
@@ -107,13 +107,16 @@ class Driver:
         async with AsyncExitStack() as stack:
             parts = Parts(self.recipe, self.plugins, attempt.path, attempt.run.run_id, attempt.number)
             self._open_records(parts, attempt, stack)
+            base = await self._go_on(attempt)
             rollouts = await self._prepare_rollouts(parts, attempt, stack)
-            trainer = await self._start(parts, rollouts, attempt, stack)
+            training = Training(parts, self.cluster, attempt.path)
+            stack.push_async_callback(training.stop)
+            await self._start(training, rollouts, attempt, base)
             self.observers.run_started(attempt.run.run_id, attempt.number, self.recipe)
-            weights = WeightStore(self.run_dir.path / "weights")
             status: Status = "failed"
             try:
-                await self._loop(trainer, rollouts, weights, attempt)
+                async with self._flushing():
+                    await self._loop(training, rollouts, attempt)
                 status = self._ended()
             except asyncio.CancelledError:
                 status = "stopped"
@@ -125,34 +128,7 @@ class Driver:
         """Return the status of a run whose loop has ended without an error."""
         return "stopped" if self.drain.is_set() and self.result.steps < self.recipe.steps else "succeeded"
 
-    async def _start(
-        self, parts: Parts, rollouts: Rollouts | None, attempt: Attempt, stack: AsyncExitStack
-    ) -> Remote:
-        """Bring up trainer and engines, at once where the first weights exist already."""
-        placing = asyncio.ensure_future(self._place_trainer(parts, attempt, stack))
-        try:
-            model_dir = await self._initial_model(parts, placing, attempt)
-        except BaseException:
-            placing.cancel()
-            await asyncio.wait({placing})
-            raise
-
-        async def set_up() -> Remote:
-            trainer = await placing
-            seed = derive(self.recipe.seed, "trainer")
-            await trainer.call("setup", str(model_dir), self.recipe.steps, seed)
-            return trainer
-
-        try:
-            async with asyncio.TaskGroup() as starting:
-                trainer = starting.create_task(set_up())
-                if rollouts is not None:
-                    starting.create_task(rollouts.start(self.cluster.placement, model_dir, self._version))
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        if rollouts is not None:
-            self.result.notes.update(rollouts.descriptions)
-        return trainer.result()
+    # -- starting
 
     def _open_records(self, parts: Parts, attempt: Attempt, stack: AsyncExitStack) -> None:
         self.store = EpisodeStore(self.run_dir.episodes)
@@ -165,12 +141,38 @@ class Driver:
         self.observers = Observers(self.plugins, trackers, dict(self.resolved))
         stack.push_async_callback(asyncio.to_thread, self.observers.close)
         self.checkpoints = CheckpointStore(self.run_dir.checkpoints, attempt=attempt.number)
+        self.weights = WeightStore(self.run_dir.path / "weights")
         self.attempt = attempt
+
+    async def _go_on(self, attempt: Attempt) -> Checkpoint | None:
+        """Return the committed step to go on from, None for the start, and say so in the journal."""
+        self.lineage = await asyncio.to_thread(Lineage.read, self.run_dir)
+        base = await asyncio.to_thread(self.checkpoints.newest)
+        step = base.step if base is not None else 0
+        self.lineage.bases[attempt.number] = step
+        self.lineage.cut(step)
+        used = max(self.lineage.newest_version, base.version if base is not None else 0)
+        self._version = used + 1
+        self.result.steps = step
+        self.result.evaluations = [read_evaluation(data) for data in self.lineage.evaluations]
+        if base is not None:
+            self.result.checkpoint = str(base.path)
+        if attempt.number > 1:
+            where = base.path.name if base is not None else None
+            attempt.journal.append("resumed", step=step, version=self._version, checkpoint=where)
+            self.display.say(f"Attempt {attempt.number} goes on from step {step}.")
+        await self._publishes(attempt, step)
+        return base
+
+    async def _publishes(self, attempt: Attempt, step: int) -> None:
+        """Write down, before it is published, that the current version has `step` optimizer steps."""
+        await attempt.journal.append_durable("published", version=self._version, step=step)
+        self.lineage.versions[self._version] = step
 
     async def _prepare_rollouts(
         self, parts: Parts, attempt: Attempt, stack: AsyncExitStack
     ) -> Rollouts | None:
-        if not self._trains_on_episodes():
+        if not trains_on_episodes(parts):
             return None
         from rollhook.runtime.rollouts import Rollouts
 
@@ -179,77 +181,64 @@ class Driver:
         await rollouts.prepare()
         return rollouts
 
-    async def _place_trainer(self, parts: Parts, attempt: Attempt, stack: AsyncExitStack) -> Remote:
-        use = self._trainer_use()
-        component = self.plugins.component("trainer", use.use)
-        config = self.plugins.config("trainer", use.use, parts.keys(use), "trainer")
-        trainer = await self.cluster.place(
-            "rollhook.runtime.trainer_host:TrainerHost",
-            component.load,
-            config,
-            str(attempt.path),
-            str(cache_directory()),
-            derive(self.recipe.seed, "trainer"),
-            name="trainer",
-        )
-        stack.push_async_callback(trainer.stop)
-        return trainer
-
-    async def _initial_model(self, parts: Parts, placing: Awaitable[Remote], attempt: Attempt) -> Path:
-        """Return the directory of the first weights, made by the trainer where the recipe says `init`."""
-        model = self.recipe.model
-        if self.recipe.checkpoint.load_from:
-            return await self._pretrained(self.recipe.checkpoint.load_from, placing)
-        if model is None or (model.path is None and model.init is None):
-            raise UsageError("model: name weights with `path` or make fresh ones with `init`")
-        if model.init is None:
-            return await self._pretrained(model.path or "", placing)
-        directory = attempt.path / "model"
-        directory.mkdir()
-        keys = resolve_all(model.model_dump(), self.plugins)
-        trainer = await placing
-        await trainer.call("initialise_model", keys, str(directory), derive(self.recipe.seed, "model"))
-        return directory
-
-    async def _pretrained(self, name: str, placing: Awaitable[Remote]) -> Path:
-        if await asyncio.to_thread(is_path, name):
-            return await asyncio.to_thread(local_model, name)
-        trainer = await placing
-        return Path(await trainer.call("fetch_model", name))
-
-    async def _loop(
-        self, trainer: Remote, rollouts: Rollouts | None, weights: WeightStore, attempt: Attempt
+    async def _start(
+        self, training: Training, rollouts: Rollouts | None, attempt: Attempt, base: Checkpoint | None
     ) -> None:
-        recipe = self.recipe
-        if rollouts is not None and recipe.evaluation.every and recipe.evaluation.first:
-            await self._evaluate(rollouts, 0)
-        for step in range(recipe.steps):
+        """Bring up trainer and engines, at once where the first weights exist already."""
+        training.place()
+        model_dir = base.path if base is not None else await training.first_model()
+        try:
+            async with asyncio.TaskGroup() as starting:
+                starting.create_task(training.set_up(model_dir, base))
+                if rollouts is not None:
+                    starting.create_task(rollouts.start(self.cluster.placement, model_dir, self._version))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        if rollouts is not None:
+            self.result.notes.update(rollouts.descriptions)
+
+    @contextlib.asynccontextmanager
+    async def _flushing(self) -> AsyncIterator[None]:
+        """Write finished episodes now and then while the block runs."""
+
+        async def flush() -> None:
+            while True:
+                await asyncio.sleep(FLUSH_INTERVAL)
+                await self.store.commit()
+
+        async with asyncio.TaskGroup() as tasks:
+            flushing = tasks.create_task(flush())
+            yield
+            flushing.cancel()
+
+    # -- the steps
+
+    async def _loop(self, training: Training, rollouts: Rollouts | None, attempt: Attempt) -> None:
+        recipe, base = self.recipe, self.result.steps
+        if rollouts is not None:
+            if self._evaluates(base) and all(each.step != base for each in self.result.evaluations):
+                await self._evaluate(rollouts, base)
+            await rollouts.produce(base, self.lineage)
+        for step in range(base, recipe.steps):
             if self.drain.is_set():
                 return
             began = time.monotonic()
             metrics: dict[str, float] = {}
-            groups: list[list[Sample]] = []
+            batch = Batch()
             if rollouts is not None:
                 self.display.begin(
                     f"step {step + 1}: episodes", recipe.rollout.batch_groups * recipe.rollout.group_size
                 )
-                batch = await rollouts.collect(step)
-                rollouts.observe(batch.groups)
+                batch = await self._take(rollouts, attempt, step)
                 metrics.update(batch_metrics(batch))
-                groups = batch.samples()
-                self._verdicts.check(batch)
-                if not groups:
-                    logger.warning(
-                        "step %d trains nothing: no group was accepted (%s)", step + 1, batch.why_rejected()
-                    )
-                self._pending.extend(dict.fromkeys(s.episode_id for group in groups for s in group))
-                self._journal_groups(attempt, step, batch)
-            metrics.update(await self._train(trainer, groups, step, rollouts is None))
+            metrics.update(await training.step(batch.samples(), step, own_data=rollouts is None))
             done = step + 1
             if rollouts is not None:
-                metrics.update(await self._renew(trainer, rollouts, weights, attempt, done))
+                if self._evaluates(done):
+                    rollouts.pause()
+                metrics.update(await self._renew(training, rollouts, attempt, done))
             elif self._due(done):
-                metrics.update(await self._commit(trainer, attempt, done, {}))
+                metrics.update(await self._commit(training, attempt, done))
             self.result.steps = done
             metrics["time/step"] = time.monotonic() - began
             metrics["loop/longest_wait_seconds"] = self.watchdog.longest
@@ -258,58 +247,62 @@ class Driver:
             if rollouts is not None and self._evaluates(done):
                 await self._evaluate(rollouts, done)
 
-    async def _train(
-        self, trainer: Remote, groups: Sequence[Sequence[Sample]], step: int, own_data: bool
-    ) -> dict[str, float]:
-        if not groups and not own_data:
-            return {"time/train": 0.0}
-        began = time.monotonic()
-        metrics: dict[str, float] = await trainer.call("step", groups, step)
-        return {**metrics, "time/train": time.monotonic() - began}
+    async def _take(self, rollouts: Rollouts, attempt: Attempt, step: int) -> Batch:
+        """Take the next groups to finish, and write down what the step trains."""
+        batch = await rollouts.batch()
+        rollouts.observe(batch.groups)
+        self._verdicts.check(batch)
+        if not batch.accepted:
+            why = batch.why_rejected()
+            logger.warning("step %d trains nothing: no group was accepted (%s)", step + 1, why)
+        for group, reason in batch.rejected:
+            attempt.journal.append(
+                "group_rejected", step=step, group_id=group.group_id, task_id=group.task_id, reason=reason
+            )
+        groups = [
+            {"group_id": group.group_id, "episodes": list(dict.fromkeys(s.episode_id for s in group.samples))}
+            for group in batch.accepted
+        ]
+        attempt.journal.append(
+            "batch",
+            step=step,
+            version=self._version,
+            groups=groups,
+            rejected=[group.group_id for group, _ in batch.rejected],
+        )
+        self._pending.extend(episode for group in groups for episode in group["episodes"])
+        return batch
 
     async def _renew(
-        self, trainer: Remote, rollouts: Rollouts, weights: WeightStore, attempt: Attempt, done: int
+        self, training: Training, rollouts: Rollouts, attempt: Attempt, done: int
     ) -> dict[str, float]:
         """Publish the step's weights, commit the step if it is due, and bring the engines up to date."""
         metrics: dict[str, float] = {}
         began = time.monotonic()
         self._version += 1
-        path = await self._publish(trainer, weights)
+        await self._publishes(attempt, done)
+        path = await training.publish(self.weights, self._version)
         metrics["time/publish"] = time.monotonic() - began
         if self._due(done):
-            metrics.update(await self._commit(trainer, attempt, done, {"draw": rollouts.draw_state()}))
+            metrics.update(await self._commit(training, attempt, done))
         began = time.monotonic()
-        await rollouts.update(path, self._version)
-        await asyncio.to_thread(weights.prune, {self._version})
+        await rollouts.update(path, self._version, done)
+        await asyncio.to_thread(self.weights.prune, {self._version})
         metrics["time/update"] = time.monotonic() - began
         metrics["weights/version"] = float(self._version)
         metrics.update(rollouts.sandbox_stats())
         return metrics
 
-    async def _publish(self, trainer: Remote, weights: WeightStore) -> Path:
-        path = await asyncio.to_thread(weights.new, self._version)
-        await trainer.call("publish", str(path))
-        await asyncio.to_thread(weights.commit, path, self._version)
-        return path
-
-    async def _commit(
-        self, trainer: Remote, attempt: Attempt, done: int, extra: Mapping[str, Any]
-    ) -> dict[str, float]:
+    async def _commit(self, training: Training, attempt: Attempt, done: int) -> dict[str, float]:
         """Write a checkpoint; the step is committed when its marker is durable."""
         began = time.monotonic()
         await asyncio.to_thread(attempt.assert_newest)
         await self.store.commit()
         path = await asyncio.to_thread(self.checkpoints.begin, done)
-        await trainer.call("save", str(path))
+        await training.save(path)
         await attempt.journal.commit()
         made: Checkpoint = await asyncio.to_thread(
-            self.checkpoints.commit,
-            path,
-            done,
-            self._version,
-            list(self._pending),
-            attempt.journal.seq,
-            dict(extra),
+            self.checkpoints.commit, path, done, self._version, list(self._pending), attempt.journal.seq
         )
         attempt.journal.append(
             "step_committed", step=done, version=self._version, episodes=len(self._pending)
@@ -324,11 +317,13 @@ class Driver:
         found = await rollouts.evaluate(step, self.display.begin)
         self.display.end()
         for evaluation in found:
+            self.attempt.journal.append("evaluated", evaluation=evaluation_data(evaluation))
             self.result.evaluations.append(evaluation)
             self.display.say(_line(evaluation))
         metrics = {k: v for e in found for k, v in e.metrics().items()}
         self.result.metrics.update(metrics)
         self._row(step, {**metrics, "time/evaluate": sum(e.seconds for e in found)})
+        await self.attempt.journal.commit()
 
     def _row(self, step: int, metrics: Mapping[str, float]) -> None:
         self.metrics.write(step, self.attempt.number, metrics)
@@ -348,28 +343,15 @@ class Driver:
         self.observers.episode(record)
         self.display.episode(record)
 
-    def _journal_groups(self, attempt: Attempt, step: int, batch: Batch) -> None:
-        for group, reason in batch.rejected:
-            attempt.journal.append(
-                "group_rejected", step=step, group_id=group.group_id, task_id=group.task_id, reason=reason
-            )
-
     def _due(self, done: int) -> bool:
         return done % self.recipe.checkpoint.every == 0 or done == self.recipe.steps or self.drain.is_set()
 
     def _evaluates(self, done: int) -> bool:
-        every = self.recipe.evaluation.every
-        return bool(every) and (done % every == 0 or done == self.recipe.steps)
-
-    def _trainer_use(self) -> Any:
-        if self.recipe.trainer is None:
-            raise UsageError("trainer: a run needs a trainer, e.g. `trainer: {use: torch, ...}`")
-        return self.recipe.trainer
-
-    def _trains_on_episodes(self) -> bool:
-        use = self._trainer_use()
-        config = self.plugins.config("trainer", use.use, use.keys, "trainer")
-        return bool(self.plugins.load_class("trainer", use.use).needs_rollouts(config))
+        """Whether an evaluation is due after so many steps, 0 being before the first."""
+        settings = self.recipe.evaluation
+        if not settings.every:
+            return False
+        return settings.first if done == 0 else done % settings.every == 0 or done == self.recipe.steps
 
 
 def _line(evaluation: Evaluation) -> str:

@@ -14,28 +14,6 @@ from rollhook.runtime.episode import EpisodeRequest, EpisodeResult, EpisodeRunne
 from rollhook.runtime.seeds import derive
 
 
-@dataclass(frozen=True)
-class Rate:
-    """A pass rate over `count` episodes; `errors` more gave no verdict and are not counted."""
-
-    passed: int
-    count: int
-    errors: int = 0
-
-    @property
-    def value(self) -> float:
-        """The share that passed; 0 when nothing was counted."""
-        return self.passed / self.count if self.count else 0.0
-
-    def __str__(self) -> str:
-        return f"{self.value:.3f} ± {self.stderr:.3f}" if self.count else "no verdict"
-
-    @property
-    def stderr(self) -> float:
-        """The binomial standard error of `value`."""
-        return math.sqrt(self.value * (1 - self.value) / self.count) if self.count else 0.0
-
-
 @dataclass
 class Evaluation:
     """What one evaluation found, in all and by family.
@@ -102,7 +80,7 @@ async def evaluate(  # noqa: PLR0913 - what an evaluation is made of
     step: int,
     attempt: int,
     seed: int,
-    max_concurrent: int,
+    slots: asyncio.Semaphore,
     retries: int = 2,
     started: Callable[[EpisodeRequest], None] = lambda request: None,
     finished: Callable[[EpisodeResult], None] = lambda result: None,
@@ -111,7 +89,6 @@ async def evaluate(  # noqa: PLR0913 - what an evaluation is made of
     """Run one episode per task; one that gave no verdict for want of machinery is tried again."""
     mode = "greedy" if sampling.temperature == 0 else "sampled"
     began = asyncio.get_running_loop().time()
-    slots = asyncio.Semaphore(max_concurrent)
     counts: dict[str, list[int]] = {}
     prefix = "-".join(filter(None, [f"a{attempt}", f"s{step:05d}", name, mode]))
 
@@ -146,12 +123,3 @@ def comparison(before: Evaluation, after: Evaluation) -> list[tuple[str, Rate, R
     nothing = Rate(0, 0)
     rows = [(n, before.families.get(n, nothing), after.families.get(n, nothing)) for n in names]
     return [*rows, ("all", before.total, after.total)]
-
-
-def one_sided_p(before: Rate, after: Rate) -> float:
-    """Return the p-value of a one-sided two-proportion z-test that `after` is not better than `before`."""
-    pooled = (before.passed + after.passed) / (before.count + after.count)
-    scale = math.sqrt(pooled * (1 - pooled) * (1 / before.count + 1 / after.count))
-    if scale == 0:
-        return 1.0 if after.value <= before.value else 0.0
-    return 0.5 * math.erfc((after.value - before.value) / scale / math.sqrt(2))

@@ -17,7 +17,7 @@ from rollhook.recipe.load import Loaded
 from rollhook.recipe.lock import digest, write_lock
 from rollhook.rundir import check_free
 from rollhook.runtime.progress import Display
-from rollhook.runtime.results import RunResult, finished_run
+from rollhook.runtime.results import RunResult, finished_run, read_result
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -88,16 +88,19 @@ async def run_recipe(
 
 
 async def drive_run(run: RunDir, display: Display) -> RunResult:
-    """Drive the first attempt of a run whose lock is on disk.
+    """Drive the next attempt of a run whose lock is on disk: from its newest committed step, or the start.
 
-    Raises RunError for a run that has committed steps: it cannot be resumed yet.
+    A run that has done all its steps is left as it is.
     """
-    if CheckpointStore(run.checkpoints).newest() is not None:
-        raise RunError(
-            f"run {run.run_id} has committed steps and cannot be resumed yet; "
-            "start another with checkpoint.load_from set to its newest checkpoint"
-        )
+    if not run.lock_path.is_file():
+        raise RunError(f"{run.path} has no {run.lock_path.name}, so nothing says what the run is to do")
     loaded, plugins = await asyncio.to_thread(compose, run.lock_path)
+    newest = await asyncio.to_thread(CheckpointStore(run.checkpoints).newest)
+    if newest is not None and newest.step >= loaded.recipe.steps:
+        result = await asyncio.to_thread(read_result, run.path)
+        if result is not None and result.status == "succeeded":
+            display.say(f"Run {run.run_id} has done all its {newest.step} steps already.")
+            return result
     async with _cluster(run.path / ".cluster", display) as (cluster, stop):
         return await _drive(loaded, plugins, run, cluster, display, stop)
 

@@ -1,7 +1,7 @@
 """The surviving lineage of a run, read from the journals of its attempts.
 
-Each attempt goes on from a committed step, its base. What earlier attempts did beyond that base has no part in
-the weights: it counts as untrained, and its rows of metrics are superseded.
+Each attempt goes on from a committed step, its base. What earlier attempts did beyond that base has no part
+in the weights: it counts as untrained, and its rows of metrics are superseded.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class Lineage:
     """What the journals say, in the order of the attempts.
 
     `bases`: attempt -> the step it went on from. `versions`: weight version -> optimizer steps in it;
-    `newest_version` is the highest number ever published, dead ones included. `prompts`: group id -> the drawn
-    prompt. `batches` and `evaluations` by step. `draw` is the state after `next_step - 1`, the newest nominal step
-    that was drawn.
+    `newest_version` is the highest number ever published, dead ones included. `prompts`: group id -> the
+    drawn prompt. `batches` by step. `next_step` is the first nominal step that was not drawn, `draw` the
+    state of the draws before it.
     """
 
     bases: dict[int, int] = field(default_factory=dict)

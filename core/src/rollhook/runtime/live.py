@@ -11,22 +11,22 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rollhook.runtime.episode import EpisodeRequest
-    from rollhook.session import Session
+    from rollhook.session import PolicySession
 
 
 @dataclass
 class LiveEpisode:
     """One episode under way; times are `time.monotonic`.
 
-    `node` is the budget node it is in, since `node_since`, at most until `deadline`; both empty between nodes.
-    `episode_deadline` ends the whole. `first_version` bounds the oldest weight version of its tokens from below
-    where a generation was seen under way before anything was committed.
+    `node` is the budget node it is in, since `node_since`, at most until `deadline`; empty between nodes.
+    `episode_deadline` ends the whole. `first_version` bounds the oldest weight version of its tokens where a
+    reply was seen under way before any was committed.
     """
 
     request: EpisodeRequest
     task: asyncio.Task[object]
     started: float
-    session: Session | None = None
+    session: PolicySession | None = None
     node: str = ""
     node_since: float = 0.0
     deadline: float | None = None

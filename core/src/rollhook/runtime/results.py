@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import orjson
 
@@ -44,16 +46,7 @@ class RunResult:
             "seconds": self.seconds,
             "metrics": self.metrics,
             "notes": self.notes,
-            "evaluations": [
-                {
-                    "environment": e.environment,
-                    "step": e.step,
-                    "mode": e.mode,
-                    "seconds": e.seconds,
-                    "families": _counts(e),
-                }
-                for e in self.evaluations
-            ],
+            "evaluations": [evaluation_data(each) for each in self.evaluations],
         }
         fail("result.before_write")
         write_atomic(directory / NAME, orjson.dumps(data, option=orjson.OPT_INDENT_2))
@@ -65,16 +58,7 @@ def read_result(directory: Path) -> RunResult | None:
     try:
         data = dict(orjson.loads((directory / NAME).read_bytes()))
         check_schema(data.pop("schema"), SCHEMA_VERSION, directory / NAME)
-        evaluations = [
-            Evaluation(
-                e["step"],
-                e["mode"],
-                {name: Rate(*counts) for name, counts in e["families"].items()},
-                e["seconds"],
-                e["environment"],
-            )
-            for e in data.pop("evaluations")
-        ]
+        evaluations = [read_evaluation(each) for each in data.pop("evaluations")]
         return RunResult(**data, evaluations=evaluations)
     except (OSError, ValueError, TypeError, KeyError, RunError):
         return None
@@ -91,5 +75,18 @@ def finished_run(root: Path, digest: str) -> RunResult | None:
     return None
 
 
-def _counts(evaluation: Evaluation) -> dict[str, list[int]]:
-    return {name: [r.passed, r.count, r.errors] for name, r in evaluation.families.items()}
+def evaluation_data(evaluation: Evaluation) -> dict[str, Any]:
+    """Return an evaluation as plain data, as `result.json` and the journal keep it."""
+    return {
+        "environment": evaluation.environment,
+        "step": evaluation.step,
+        "mode": evaluation.mode,
+        "seconds": evaluation.seconds,
+        "families": {name: [r.passed, r.count, r.errors] for name, r in evaluation.families.items()},
+    }
+
+
+def read_evaluation(data: Mapping[str, Any]) -> Evaluation:
+    """Return what `evaluation_data` was made of; KeyError or TypeError for anything else."""
+    families = {name: Rate(*counts) for name, counts in data["families"].items()}
+    return Evaluation(data["step"], data["mode"], families, data["seconds"], data["environment"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,14 +18,19 @@ from rollhook.errors import EngineError, UsageError, first_of
 from rollhook.records import Group
 from rollhook.router import Worker
 from rollhook.routing import build_chain
+from rollhook.runtime.batch import Batch, Prompt
 from rollhook.runtime.draw import Draw
 from rollhook.runtime.episode import EpisodeRequest, EpisodeResult, EpisodeRunner
 from rollhook.runtime.evaluate import Evaluation, choose, evaluate
+from rollhook.runtime.lineage import Lineage
+from rollhook.runtime.live import Live
 from rollhook.runtime.parts import Parts
-from rollhook.runtime.rollout import Batch, Collector, Prompt
+from rollhook.runtime.producer import Producer
+from rollhook.runtime.reuse import owned_prompts
 from rollhook.runtime.seeds import derive
 from rollhook.sandbox import SandboxBackend
 from rollhook.sandbox.pool import SandboxPool
+from rollhook.sandbox.reap import reap
 from rollhook.session import PolicyClient, Renderer
 from rollhook.session.gateway import Gateway, SessionDefaults
 
@@ -60,7 +65,8 @@ class Rollouts:
         self._draws: dict[str, Draw] = {}
         self._tasks: dict[tuple[str, str], list[Task]] = {}
         self._names = distinct([use.use for use in self._recipe.environment])
-        self._collector: Collector | None = None
+        self._producer: Producer | None = None
+        self.live = Live()
         self._weights: tuple[Path, int] | None = None
         self._reviving = asyncio.Lock()
         self._lost: dict[str, EngineError] = {}
@@ -121,12 +127,36 @@ class Rollouts:
         await self._serve(self._policy)
         for runner in self._runners.values():
             runner.policy = self._policy
-        self._collector = self._make_collector()
 
-    async def collect(self, step: int) -> Batch:
-        """Run the groups of one training step."""
-        assert self._collector is not None
-        return await self._collector.collect(self._prompts(step), step)
+    async def produce(self, step: int, lineage: Lineage) -> None:
+        """Start making groups, with `step` steps done: first of the prompts that earlier attempts left."""
+        for name, state in (lineage.draw or {}).items():
+            self._draws[name].load(state)
+        owned = await asyncio.to_thread(owned_prompts, lineage, self._attempt.run, self._recipe, self._task)
+        self._producer = Producer(
+            self._runners,
+            self._recipe.rollout,
+            steps=self._recipe.steps,
+            seed=self._recipe.seed,
+            attempt=self._attempt.number,
+            draw=self._draw_prompts,
+            accept=self._parts.accept_group,
+            started=self._journal_start,
+            finished=self._finished,
+            live=self.live,
+        )
+        self._stack.push_async_callback(self._producer.aclose)
+        self._producer.start(step, lineage.versions, next_step=lineage.next_step, owned=owned)
+
+    async def batch(self) -> Batch:
+        """Return the groups of the next training step once they are there."""
+        assert self._producer is not None
+        return await self._producer.batch()
+
+    def pause(self) -> None:
+        """Start no further group until an evaluation has ended; those under way go on."""
+        if self._producer is not None:
+            self._producer.pause()
 
     def observe(self, groups: Sequence[Group]) -> None:
         """Let the draws learn the pass rates of finished groups."""
@@ -137,7 +167,18 @@ class Rollouts:
                 self._draws[group.environment].observe(group.family, rate)
 
     async def evaluate(self, step: int, begun: Callable[[str, int], None]) -> list[Evaluation]:
-        """Evaluate on the held-out split at training temperature and, if asked, greedily."""
+        """Evaluate on the held-out split at training temperature and, if asked, greedily.
+
+        No group is started meanwhile; those under way go on and share the slots.
+        """
+        self.pause()
+        try:
+            return await self._evaluate(step, begun)
+        finally:
+            if self._producer is not None:
+                self._producer.resume()
+
+    async def _evaluate(self, step: int, begun: Callable[[str, int], None]) -> list[Evaluation]:
         settings = self._recipe.evaluation
         plans = [self._sampling()]
         if settings.greedy:
@@ -156,7 +197,7 @@ class Rollouts:
                     step=step,
                     attempt=self._attempt.number,
                     seed=derive(self._recipe.seed, "evaluation", step),
-                    max_concurrent=self._recipe.rollout.max_concurrent,
+                    slots=self._slots(),
                     started=self._journal_start,
                     finished=self._finished,
                     name=name if len(self._names) > 1 else "",
@@ -164,8 +205,13 @@ class Rollouts:
                 found.append(evaluation)
         return found
 
-    async def update(self, path: Path, version: int) -> None:
-        """Bring new weights to every engine; one that fails is revived, or leaves the routing."""
+    def _slots(self) -> asyncio.Semaphore:
+        """Return the slots of an evaluation: those of the training episodes, if each takes one."""
+        shared = self._producer.slots if self._producer is not None else None
+        return shared or asyncio.Semaphore(self._recipe.rollout.max_concurrent)
+
+    async def update(self, path: Path, version: int, step: int) -> None:
+        """Bring weights with `step` steps to every engine; one that fails is revived or leaves."""
         assert self._policy is not None
         self._weights = (path, version)
         failed = await self._policy.update_weights(path, version)
@@ -178,6 +224,8 @@ class Rollouts:
             )
         if failed:
             self._policy.set_workers(self._workers, version)
+        if self._producer is not None:
+            self._producer.published(version, step)
 
     async def _revive(self, worker: Worker) -> bool:
         """Start the server of a worker anew with the newest weights; False where the engine cannot do that.
@@ -194,15 +242,6 @@ class Rollouts:
             except EngineError as error:
                 self._lost[worker.url] = error
                 raise
-
-    def draw_state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of the draws."""
-        return {name: draw.state() for name, draw in self._draws.items()}
-
-    def load_draw_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the draws."""
-        for name, saved in state.items():
-            self._draws[name].load(saved)
 
     def sandbox_stats(self) -> dict[str, float]:
         """Return the pool's counts, as metrics."""
@@ -221,6 +260,8 @@ class Rollouts:
         backend: SandboxBackend = self._parts.build("sandbox", use, "sandbox")
         self._stack.push_async_callback(backend.aclose)
         await backend.start()
+        if self._attempt.number > 1:
+            await self._reap(backend)
         if described := backend.describe():
             self.descriptions["sandbox"] = ", ".join(f"{key} {text}" for key, text in described.items())
         self._pool = SandboxPool(
@@ -234,6 +275,13 @@ class Rollouts:
         )
         self._stack.push_async_callback(self._pool.aclose)
         return backend
+
+    async def _reap(self, backend: SandboxBackend) -> None:
+        """Delete what earlier attempts of this run left."""
+        labels = {"rollhook.run": self._attempt.run.run_id}
+        report = await reap(backend, labels=labels, record=self._attempt.journal)
+        if report.deleted:
+            logger.warning("%d sandboxes of earlier attempts were deleted", len(report.deleted))
 
     async def _serve(self, policy: PolicyClient) -> None:
         """Give the sessions their HTTP face; its address is in the attempt's `gateway.json`."""
@@ -286,17 +334,7 @@ class Rollouts:
             limits=self._recipe.budgets,
             outcome_policy=self._recipe.outcomes,
             context=self._parts.context(f"environment.{name}"),
-        )
-
-    def _make_collector(self) -> Collector:
-        return Collector(
-            self._runners,
-            self._recipe.rollout,
-            seed=self._recipe.seed,
-            attempt=self._attempt.number,
-            accept=self._parts.accept_group,
-            started=self._journal_start,
-            finished=self._finished,
+            live=self.live,
         )
 
     def _journal_start(self, request: EpisodeRequest) -> None:
@@ -308,19 +346,36 @@ class Rollouts:
             seed=request.seed,
         )
 
-    def _prompts(self, step: int) -> list[Prompt]:
-        """Draw the step's tasks; with several environments, each group's by weight."""
+    async def _draw_prompts(self, step: int) -> list[Prompt]:
+        """Draw a nominal step's prompts; of several environments, by weight. On disk when this returns."""
         count, uses = self._recipe.rollout.batch_groups, self._recipe.environment
         shares = [use.weight for use in uses]
         total = sum(shares)
         counts = [int(count * share / total) for share in shares]
         for extra in range(count - sum(counts)):
             counts[(step + extra) % len(counts)] += 1
-        return [
-            Prompt(task, name)
+        drawn = [
+            (task, name)
             for name, wanted in zip(self._names, counts, strict=True)
             for task in self._draws[name].take(wanted, step)
         ]
+        prompts = [Prompt(f"s{step:05d}-g{n:03d}", task, name) for n, (task, name) in enumerate(drawn)]
+        await self._attempt.journal.append_durable(
+            "prompts",
+            step=step,
+            prompts=[
+                {"group_id": each.group_id, "task_id": each.task.id, "environment": each.environment}
+                for each in prompts
+            ],
+            draw={name: draw.state() for name, draw in self._draws.items()},
+        )
+        return prompts
+
+    def _task(self, name: str, task_id: str) -> Task | None:
+        """Return a training task by id; None when the environment has it no more."""
+        number = self._names.index(name) if name in self._names else -1
+        split = self._recipe.environment[number].split
+        return next((task for task in self._tasks.get((name, split), ()) if task.id == task_id), None)
 
     def _renderer(self, model_dir: Path) -> Renderer:
         model = self._recipe.model
