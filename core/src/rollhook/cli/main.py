@@ -32,6 +32,11 @@ VERBS: dict[str, tuple[str, str]] = {
     "show": ("rollhook.cli.plugins:show", "Show the keys of a component or of a section of a recipe."),
     "tasks": ("rollhook.cli.tasks:app", "List, show and prove the tasks of an environment."),
     "data": ("rollhook.cli.data:app", "Prepare generated data."),
+    "replay": (
+        "rollhook.cli.replay:replay",
+        "Train again on what a run recorded, and compare the losses.",
+    ),
+    "rescore": ("rollhook.cli.rescore:rescore", "Run the verifiers of a run again, without a model."),
     "sandboxes": ("rollhook.cli.sandboxes:app", "List and reap the sandboxes of runs."),
     "doctor": ("rollhook.cli.doctor:doctor", "Say what works on this machine, and how to get what does not."),
     "drive": (

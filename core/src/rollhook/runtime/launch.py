@@ -78,7 +78,7 @@ async def run_recipe(
     root = storage_root(loaded)
     if run_id is not None:
         check_free(root, run_id)
-    async with _cluster(root / ".cluster", display) as (cluster, stop):
+    async with own_cluster(root / ".cluster", display) as (cluster, stop):
         results = await _run_needs(loaded.recipe.needs, root, cluster, display, stop)
         if stop.drain.is_set():
             raise asyncio.CancelledError  # stopped in a run that this one needs: there is none to report
@@ -101,7 +101,7 @@ async def drive_run(run: RunDir, display: Display) -> RunResult:
         if result is not None and result.status == "succeeded":
             display.say(f"Run {run.run_id} has done all its {newest.step} steps already.")
             return result
-    async with _cluster(run.path / ".cluster", display) as (cluster, stop):
+    async with own_cluster(run.path / ".cluster", display) as (cluster, stop):
         return await _drive(loaded, plugins, run, cluster, display, stop)
 
 
@@ -111,7 +111,7 @@ def storage_root(loaded: Loaded) -> Path:
 
 
 @asynccontextmanager
-async def _cluster(scratch: Path, display: Display) -> AsyncIterator[tuple[Cluster, Stop]]:
+async def own_cluster(scratch: Path, display: Display) -> AsyncIterator[tuple[Cluster, Stop]]:
     """Give a Ray instance of our own, with signals handled, and stop it whatever happens."""
     from rollhook.cluster import Cluster
 
