@@ -1,6 +1,7 @@
 """`rollhook sandboxes`: seen through the command line, with a backend installed as a stranger's would be."""
 
 import asyncio
+import dataclasses
 import json
 import sys
 import textwrap
@@ -10,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from rollhook import journal
 from rollhook.cli.main import main
 from rollhook.rundir import RunDir
 from rollhook.sandbox.backend import SandboxSpec
+from rollhook.sandbox.lease import Lease, leases
 from rollhook.sandbox.pool import SandboxPool
 from rollhook.testing.distributions import write_distribution
 
@@ -56,7 +59,7 @@ def run(tmp_path: Path) -> RunDir:
     return run
 
 
-def leave_one(run: RunDir, *, status: Any = "failed") -> str:
+def leave_one(run: RunDir, *, status: Any = "failed", episode: str = "e1") -> str:
     """Leave a sandbox behind in an attempt that ended so (None: it goes on)."""
     import remembering_sandboxes  # type: ignore[import-not-found]
 
@@ -65,7 +68,7 @@ def leave_one(run: RunDir, *, status: Any = "failed") -> str:
     async def acquire() -> str:
         backend = remembering_sandboxes.Remembering(None, None)
         pool = SandboxPool(backend, run_id=run.run_id, attempt=attempt.number, journal=attempt.journal)
-        sandbox = await pool.acquire(SandboxSpec(lifetime_seconds=1000.0), episode_id="e1")
+        sandbox = await pool.acquire(SandboxSpec(lifetime_seconds=1000.0), episode_id=episode)
         await attempt.journal.commit()
         return sandbox.id
 
@@ -90,7 +93,7 @@ def test_list_says_whose_each_is_and_whether_it_may_go(
     assert f"remembering  {sandbox}" in out
     assert "demo/1" in out
     assert "yes: its attempt ended (failed)" in out
-    assert "1 sandboxes; 0 open leases have none" in err
+    assert err == "1 sandboxes\n"
     rollhook("sandboxes", "list", "demo", "--json")
     (row,) = json.loads(capsys.readouterr().out)["sandboxes"]
     assert row["sandbox"]["id"] == sandbox
@@ -104,7 +107,69 @@ def test_reap_deletes_what_has_ended(run: RunDir, capsys: pytest.CaptureFixture[
     rollhook("sandboxes", "list", "--json")
     listed = json.loads(capsys.readouterr().out)
     assert listed["sandboxes"] == []
-    assert len(listed["open_leases_without_a_sandbox"]) == 1
+    (lease,) = listed["open_leases_without_a_sandbox"]
+    assert (lease["run_id"], lease["episode"], lease["sandbox_id"]) == ("demo", "e1", sandbox)
+    rollhook("sandboxes", "list")
+    assert capsys.readouterr().err == (
+        "0 sandboxes\n1 leases were left open by attempts that are over; their sandboxes are gone, "
+        "so nothing is left to delete\n"
+    )
+
+
+def test_a_lease_of_a_live_attempt_without_a_sandbox_is_under_way(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    attempt = run.claim()
+    lease = Lease.new(run_id="demo", attempt=1, now=0.0, lifetime=None)
+    attempt.journal.append("lease", **lease.data())
+    attempt.journal.flush()
+    rollhook("sandboxes", "list")
+    assert "1 open leases have no sandbox now: it is being made or deleted" in capsys.readouterr().err
+    attempt.finish("stopped")
+
+
+def ids(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return [row["sandbox"]["id"] for row in json.loads(capsys.readouterr().out)["sandboxes"]]
+
+
+def age(path: Path, seconds: float) -> None:
+    """Let a journal's entries be older."""
+    entries = [dataclasses.replace(entry, time=entry.time - seconds) for entry in journal.read(path)]
+    path.write_bytes(b"".join(map(journal.encode, entries)))
+
+
+def test_they_are_chosen_by_lease_label_and_age(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    old = leave_one(run)
+    age(run.attempts()[0].journal_path, 7200.0)
+    new = leave_one(run, episode="e2")
+    rollhook("sandboxes", "list", "--json")
+    assert sorted(ids(capsys)) == sorted([old, new])
+    rollhook("sandboxes", "list", "--older-than", "1.5h", "--json")
+    assert ids(capsys) == [old]
+    for wrong in ("2", "2 h", "h", "-1h"):
+        rollhook("sandboxes", "list", f"--older-than={wrong}", code=2)
+    assert "write a number with its unit, e.g. 90s" in capsys.readouterr().err
+    rollhook("sandboxes", "list", "--label", "rollhook.episode=e2", "--label", "rollhook.attempt=2", "--json")
+    assert ids(capsys) == [new]
+    rollhook("sandboxes", "list", "--label", "nothing", code=2)
+    assert "--label nothing: write KEY=VALUE" in capsys.readouterr().err
+    nonce = next(iter(leases(journal.read(run.attempts()[0].journal_path))))
+    rollhook("sandboxes", "reap", "--lease", nonce)
+    assert capsys.readouterr().out.startswith(f"deleted  {old}")
+    rollhook("sandboxes", "list", "--json")
+    assert ids(capsys) == [new]
+
+
+def test_a_dry_run_deletes_nothing(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    sandbox = leave_one(run)
+    rollhook("sandboxes", "reap", "--dry-run")
+    out, err = capsys.readouterr()
+    assert out == f"would be deleted  {sandbox}  its attempt ended (failed)\n"
+    assert err == "1 would be deleted, 0 kept, 0 failed\n"
+    rollhook("sandboxes", "reap", "--dry-run", "--json")
+    assert json.loads(capsys.readouterr().out)["would_be_deleted"].keys() == {sandbox}
+    rollhook("sandboxes", "list", "--json")
+    assert ids(capsys) == [sandbox]
 
 
 def test_a_backend_can_be_asked_without_a_run(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -26,7 +27,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-HEADER = ("BACKEND", "SANDBOX", "RUN", "EPISODE", "EXPIRES", "MAY BE REAPED")
+HEADER = ("BACKEND", "SANDBOX", "RUN", "EPISODE", "AGE", "EXPIRES", "MAY BE REAPED")
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 Runs = Annotated[
     list[str] | None, typer.Argument(metavar="[RUN]...", help="ids or paths; default: all runs known here")
@@ -37,60 +39,102 @@ Backend = Annotated[
 Keys = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="a key of --backend; repeatable")
 ]
+OneLease = Annotated[
+    str | None, typer.Option("--lease", metavar="NONCE", help="only the sandbox of this lease")
+]
+Labels = Annotated[
+    list[str] | None,
+    typer.Option("--label", metavar="KEY=VALUE", help="only sandboxes that carry this label; repeatable"),
+]
+OlderThan = Annotated[
+    str | None,
+    typer.Option(
+        "--older-than",
+        metavar="AGE",
+        help="only sandboxes of this age, e.g. 90s, 30m, 2h, 1d; not those of unknown age",
+    ),
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="say what would be deleted, and delete nothing")]
 Json = Annotated[bool, typer.Option("--json", help="JSON on stdout")]
 
 
 @app.command("list")
-def list_sandboxes(runs: Runs = None, backend: Backend = None, keys: Keys = None, json: Json = False) -> None:
+def list_sandboxes(
+    runs: Runs = None,
+    backend: Backend = None,
+    keys: Keys = None,
+    lease: OneLease = None,
+    label: Labels = None,
+    older_than: OlderThan = None,
+    json: Json = False,
+) -> None:
     """List sandboxes that carry a lease, whose they are, and whether they may be reaped."""
     from rollhook.sandbox.reap import survey
 
     chosen = _runs(runs)
+    wanted, age = _labels(lease, label), _age(older_than)
     found: list[tuple[str, Finding]] = []
 
     async def look(name: str, made: SandboxBackend) -> None:
-        for labels in _labels(runs, chosen):
-            found.extend((name, finding) for finding in await survey(made, labels=labels))
+        for labels in _each(runs, chosen, wanted):
+            found.extend((name, each) for each in await survey(made, labels=labels, older_than=age))
 
     _with_backends(_backends(chosen, backend, keys), look)
-    without = _open_leases(chosen) - {finding.lease.nonce for _, finding in found}
+    without = (
+        []
+        if wanted or older_than
+        else list(_without_sandbox(chosen, {each.lease.nonce for _, each in found}))
+    )
     if json:
         facts = [{"backend": name, **dataclasses.asdict(finding)} for name, finding in found]
-        as_json({"sandboxes": facts, "open_leases_without_a_sandbox": sorted(without)})
+        as_json({"sandboxes": facts, "open_leases_without_a_sandbox": without})
         return
     now = time.time()
     rows = [_row(name, finding, now) for name, finding in found]
     table([HEADER, *rows] if rows else [])
-    typer.echo(f"{len(found)} sandboxes; {len(without)} open leases have none", err=True)
+    typer.echo(f"{len(found)} sandboxes", err=True)
+    _tell_open_leases(without)
 
 
 @app.command("reap")
-def reap_sandboxes(runs: Runs = None, backend: Backend = None, keys: Keys = None, json: Json = False) -> None:
+def reap_sandboxes(
+    runs: Runs = None,
+    backend: Backend = None,
+    keys: Keys = None,
+    lease: OneLease = None,
+    label: Labels = None,
+    older_than: OlderThan = None,
+    dry_run: DryRun = False,
+    json: Json = False,
+) -> None:
     """Delete sandboxes whose attempt is over; exit code 1 when one could not be deleted.
 
-    Where a run's journal cannot be read here, its sandboxes are deleted only after their leases expire.
+    The provider is asked twice, and what was found both times is deleted. Where a run's journal cannot be
+    read here, its sandboxes are deleted only after their leases expire.
     """
     from rollhook.sandbox.reap import ReapReport, reap
 
     chosen = _runs(runs)
+    wanted, age = _labels(lease, label), _age(older_than)
     total = ReapReport()
 
     async def sweep(name: str, made: SandboxBackend) -> None:
-        for labels in _labels(runs, chosen):
-            report = await reap(made, labels=labels)
+        for labels in _each(runs, chosen, wanted):
+            report = await reap(made, labels=labels, older_than=age, dry_run=dry_run)
             for field in dataclasses.fields(report):
                 getattr(total, field.name).update(getattr(report, field.name))
 
     _with_backends(_backends(chosen, backend, keys), sweep)
+    deleted = "would be deleted" if dry_run else "deleted"
     if json:
-        as_json(dataclasses.asdict(total))
+        found = dataclasses.asdict(total)
+        as_json({deleted.replace(" ", "_"): found.pop("deleted"), **found})
     else:
-        table([("deleted", *each) for each in total.deleted.items()])
+        table([(deleted, *each) for each in total.deleted.items()])
         table([("kept", *each) for each in total.kept.items()])
         table([("FAILED", *each) for each in total.failed.items()])
-        typer.echo(
-            f"{len(total.deleted)} deleted, {len(total.kept)} kept, {len(total.failed)} failed", err=True
-        )
+        counts = f"{len(total.deleted)} {deleted}, {len(total.kept)} kept, {len(total.failed)} failed"
+        typer.echo(counts, err=True)
     raise typer.Exit(1 if total.failed else 0)
 
 
@@ -100,11 +144,39 @@ def _runs(references: Sequence[str] | None) -> list[RunDir]:
     return [rundir.RunDir.find(each) for each in references or sorted(rundir.index())]
 
 
-def _labels(references: Sequence[str] | None, runs: Sequence[RunDir]) -> list[dict[str, str]]:
-    """Return what to ask a provider for: the runs that were named, else everything."""
+def _labels(lease: str | None, options: Sequence[str] | None) -> dict[str, str]:
+    """Return the labels that were asked for, the lease's nonce being one. Raises UsageError."""
+    from rollhook.errors import UsageError
     from rollhook.sandbox.lease import PREFIX
 
-    return [{PREFIX + "run": run.run_id} for run in runs] if references else [{}]
+    wanted = {PREFIX + "nonce": lease} if lease else {}
+    for option in options or []:
+        key, equals, value = option.partition("=")
+        if not key or not equals:
+            raise UsageError(f"--label {option}: write KEY=VALUE, e.g. {PREFIX}episode=a1-s00000-g000-e00-t0")
+        wanted[key] = value
+    return wanted
+
+
+def _age(text: str | None) -> float | None:
+    """Return an age such as 2h in seconds. Raises UsageError."""
+    from rollhook.errors import UsageError
+
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
+    if found is None:
+        raise UsageError(f"--older-than {text}: write a number with its unit, e.g. 90s, 30m, 2h or 1d")
+    return float(found[1]) * _UNITS[found[2]]
+
+
+def _each(
+    references: Sequence[str] | None, runs: Sequence[RunDir], wanted: dict[str, str]
+) -> list[dict[str, str]]:
+    """Return what to ask a provider for: the wanted of the runs that were named, else of everything."""
+    from rollhook.sandbox.lease import PREFIX
+
+    return [{**wanted, PREFIX + "run": run.run_id} for run in runs] if references else [wanted]
 
 
 def _backends(runs: Sequence[RunDir], name: str | None, keys: Sequence[str] | None) -> list[SandboxUse]:
@@ -154,21 +226,34 @@ def _with_backends(
             asyncio.run(one(use, scratch))
 
 
-def _open_leases(runs: Sequence[RunDir]) -> set[str]:
-    """Return the nonces of the leases that are open in these runs' journals."""
-    from rollhook import journal
-    from rollhook.errors import RunError
-    from rollhook.sandbox.lease import leases
+def _without_sandbox(runs: Sequence[RunDir], nonces: set[str]) -> Iterator[dict[str, Any]]:
+    """Yield the leases that are open in these runs' journals though no sandbox has one of `nonces`."""
+    from rollhook.sandbox.reap import read_leases, surely_over
 
-    found: set[str] = set()
-    for attempt in (attempt for run in runs for attempt in run.attempts()):
-        try:
-            states = leases(journal.read(attempt.journal_path))
-        except RunError as error:
-            typer.echo(f"its leases are not all known: {error}", err=True)
-            continue
-        found |= {nonce for nonce, state in states.items() if state.open}
-    return found
+    for run in runs:
+        attempts = run.attempts()
+        for attempt in attempts:
+            over = surely_over(attempt, attempts[-1].number)
+            for state in read_leases(attempt).values():
+                if state.open and state.nonce not in nonces:
+                    whose = {"run_id": run.run_id, "attempt": attempt.number, "attempt_is_over": over}
+                    yield {**dataclasses.asdict(state), **whose}
+
+
+def _tell_open_leases(without: Sequence[dict[str, Any]]) -> None:
+    """Say on stderr what the open leases are that have no sandbox."""
+    left = [each for each in without if each["attempt_is_over"]]
+    if left:
+        typer.echo(
+            f"{len(left)} leases were left open by attempts that are over; their sandboxes are gone, "
+            "so nothing is left to delete",
+            err=True,
+        )
+    if len(left) < len(without):
+        typer.echo(
+            f"{len(without) - len(left)} open leases have no sandbox now: it is being made or deleted",
+            err=True,
+        )
 
 
 def _row(name: str, finding: Finding, now: float) -> tuple[str, ...]:
@@ -178,6 +263,7 @@ def _row(name: str, finding: Finding, now: float) -> tuple[str, ...]:
         finding.sandbox.id,
         f"{lease.run_id}/{lease.attempt}",
         lease.episode or "-",
+        "-" if finding.age is None else f"{finding.age:.0f} s",
         f"{lease.expiry - now:.0f} s",
         f"{'yes' if finding.reap else 'no'}: {finding.reason}",
     )

@@ -104,13 +104,17 @@ class Lease:
 
 @dataclass(frozen=True)
 class LeaseState:
-    """What a journal says of a lease: `sandbox_id` once created, `open` until its sandbox is deleted."""
+    """What a journal says of a lease: `sandbox_id` once created, `open` until its sandbox is deleted.
+
+    `taken_at` is the writer's wall clock, in epoch seconds.
+    """
 
     nonce: str
     host: str
     expiry: float
     episode: str
     box: str
+    taken_at: float
     sandbox_id: str | None = None
     open: bool = True
 
@@ -122,7 +126,7 @@ def leases(entries: Iterable[Entry]) -> dict[str, LeaseState]:
         data = entry.data
         if entry.event == "lease":
             found[data["nonce"]] = LeaseState(
-                data["nonce"], data["host"], data["expiry"], data["episode"], data["box"]
+                data["nonce"], data["host"], data["expiry"], data["episode"], data["box"], entry.time
             )
         elif entry.event in _LATER and data["nonce"] in found:
             before = found[data["nonce"]]

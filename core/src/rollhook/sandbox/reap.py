@@ -19,7 +19,7 @@ from rollhook.errors import RollhookError, RunError
 from rollhook.heartbeat import moving
 from rollhook.rundir import AttemptInfo, RunDir
 from rollhook.sandbox.backend import SandboxBackend, SandboxInfo
-from rollhook.sandbox.lease import Lease, LeaseJournal, leases
+from rollhook.sandbox.lease import Lease, LeaseJournal, LeaseState, leases
 
 logger = logging.getLogger(__name__)
 
@@ -28,17 +28,24 @@ FindRun = Callable[[str], RunDir | None]
 
 @dataclass(frozen=True)
 class Finding:
-    """A sandbox that carries a lease; `reason` says why it may (`reap`) or may not be deleted."""
+    """A sandbox that carries a lease; `reason` says why it may (`reap`) or may not be deleted.
+
+    `age` is in seconds, since the provider made it or else since its lease; None where neither is known here.
+    """
 
     sandbox: SandboxInfo
     lease: Lease
     reap: bool
     reason: str
+    age: float | None = None
 
 
 @dataclass
 class ReapReport:
-    """What became of the sandboxes that carry a lease, by id, each with the reason."""
+    """What became of the sandboxes that carry a lease, by id, each with the reason.
+
+    After a dry run `deleted` holds those that would have been.
+    """
 
     deleted: dict[str, str] = field(default_factory=dict)
     kept: dict[str, str] = field(default_factory=dict)
@@ -57,13 +64,15 @@ async def survey(
     backend: SandboxBackend,
     *,
     labels: Mapping[str, str] | None = None,
+    older_than: float | None = None,
     find: FindRun = find_run,
     wall: Callable[[], float] = time.time,
     watch: Callable[..., set[Any]] = moving,
 ) -> list[Finding]:
     """List the sandboxes that carry these labels and a lease, and judge each.
 
-    Takes up to `heartbeat.STALE` seconds where an attempt neither ended nor shows a sign of life.
+    `older_than` is an age in seconds: younger ones, and those whose age is not known, are left out. Takes up
+    to `heartbeat.STALE` seconds where an attempt neither ended nor shows a sign of life.
     """
     found = []
     for info in await backend.list(labels or {}):
@@ -71,31 +80,40 @@ async def survey(
         if lease is not None:
             found.append((info, lease))
     over = await asyncio.to_thread(_attempts_over, [lease for _, lease in found], find, watch)
-    return [_judge(info, lease, over.get(lease.nonce), wall()) for info, lease in found]
+    judged = [_judge(info, lease, over.get(lease.nonce), wall()) for info, lease in found]
+    return [each for each in judged if older_than is None or (each.age or 0.0) >= older_than]
 
 
 async def reap(
     backend: SandboxBackend,
     *,
     labels: Mapping[str, str] | None = None,
+    older_than: float | None = None,
+    dry_run: bool = False,
     find: FindRun = find_run,
     record: LeaseJournal | None = None,
     wall: Callable[[], float] = time.time,
     watch: Callable[..., set[Any]] = moving,
 ) -> ReapReport:
-    """Delete the sandboxes whose attempt is over, among those that carry these labels.
+    """Delete the sandboxes whose attempt is over, among those that `survey` finds.
 
-    `record` takes a `lease_reaped` entry for each, where the caller drives a run itself.
+    With `dry_run` nothing is deleted, only reported. `record` takes a `lease_reaped` entry for each, where
+    the caller drives a run itself.
     """
     report = ReapReport()
-    first = await survey(backend, labels=labels, find=find, wall=wall, watch=watch)
+
+    async def look() -> list[Finding]:
+        return await survey(backend, labels=labels, older_than=older_than, find=find, wall=wall, watch=watch)
+
+    first = await look()
     candidates = {finding.sandbox.id for finding in first if finding.reap}
-    second = await survey(backend, labels=labels, find=find, wall=wall, watch=watch) if candidates else first
-    for finding in second:
-        if finding.reap and finding.sandbox.id in candidates:
-            await _delete(backend, finding, report, record)
-        else:
+    for finding in await look() if candidates else first:
+        if not finding.reap or finding.sandbox.id not in candidates:
             report.kept[finding.sandbox.id] = finding.reason
+        elif dry_run:
+            report.deleted[finding.sandbox.id] = finding.reason
+        else:
+            await _delete(backend, finding, report, record)
     return report
 
 
@@ -114,49 +132,63 @@ async def _delete(
         record.append("lease_reaped", nonce=nonce, sandbox_id=sandbox_id, reason=finding.reason)
 
 
-def _judge(info: SandboxInfo, lease: Lease, over: tuple[bool, str] | None, now: float) -> Finding:
-    if over is not None:
-        return Finding(info, lease, *over)
+def _judge(info: SandboxInfo, lease: Lease, known: _Known | None, now: float) -> Finding:
+    since = info.created_at if info.created_at is not None or known is None else known.taken_at
+    age = None if since is None else now - since
+    if known is not None:
+        return Finding(info, lease, known.over, known.reason, age)
     if now > lease.expiry:
-        return Finding(info, lease, True, f"its lease expired {now - lease.expiry:.0f} s ago")
+        return Finding(info, lease, True, f"its lease expired {now - lease.expiry:.0f} s ago", age)
     return Finding(
         info,
         lease,
         False,
         f"the journal of run {lease.run_id} is not readable here; it may be reaped in "
         f"{lease.expiry - now:.0f} s, or from host {lease.host}",
+        age,
     )
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What a journal tells of a lease: when it was taken, and whether its attempt is over."""
+
+    taken_at: float
+    over: bool
+    reason: str
 
 
 def _attempts_over(
     wanted: Iterable[Lease], find: FindRun, watch: Callable[..., set[Any]]
-) -> dict[str, tuple[bool, str]]:
-    """Return, by nonce, whether the attempt of each lease whose journal is readable here is over, and why."""
+) -> dict[str, _Known]:
+    """Return by nonce what is known of the leases whose journal is readable here."""
     by_attempt: dict[tuple[str, int], list[str]] = {}
     for lease in wanted:
         by_attempt.setdefault((lease.run_id, lease.attempt), []).append(lease.nonce)
-    verdicts: dict[str, tuple[bool, str]] = {}
-    unsure: list[tuple[AttemptInfo, list[str]]] = []
+    known: dict[str, _Known] = {}
+    unsure: list[tuple[AttemptInfo, list[LeaseState]]] = []
     for (run_id, number), nonces in by_attempt.items():
         run = find(run_id)
         attempts = {attempt.number: attempt for attempt in run.attempts()} if run else {}
         if number not in attempts:
             continue
-        ours = [nonce for nonce in nonces if nonce in _nonces(attempts[number])]
-        reason = _surely_over(attempts[number], max(attempts))
+        held = read_leases(attempts[number])
+        ours = [held[nonce] for nonce in nonces if nonce in held]
+        reason = surely_over(attempts[number], max(attempts))
         if reason is None:
             unsure.append((attempts[number], ours))
         else:
-            verdicts |= dict.fromkeys(ours, (True, reason))
+            known |= {lease.nonce: _Known(lease.taken_at, True, reason) for lease in ours}
     alive = watch([attempt.heartbeat_path for attempt, _ in unsure]) if unsure else set()
     for attempt, ours in unsure:
         lives = attempt.heartbeat_path in alive
         reason = f"attempt {attempt.number} is alive" if lives else "its attempt's heartbeat stands still"
-        verdicts |= dict.fromkeys(ours, (not lives, reason))
-    return verdicts
+        known |= {lease.nonce: _Known(lease.taken_at, not lives, reason) for lease in ours}
+    return known
 
 
-def _surely_over(attempt: AttemptInfo, newest: int) -> str | None:
+def surely_over(attempt: AttemptInfo, newest: int) -> str | None:
+    """Return why an attempt is over for certain, `newest` being its run's newest; None when it may go on."""
     if newest > attempt.number:
         return f"attempt {newest} of its run has started"
     if attempt.status is not None:
@@ -164,12 +196,12 @@ def _surely_over(attempt: AttemptInfo, newest: int) -> str | None:
     return "its attempt's process is gone" if attempt.surely_dead() else None
 
 
-def _nonces(attempt: AttemptInfo) -> frozenset[str]:
-    """Return the nonces that an attempt's journal holds: a run of the same name elsewhere has others."""
+def read_leases(attempt: AttemptInfo) -> dict[str, LeaseState]:
+    """Return the leases in an attempt's journal by nonce: a run of the same name elsewhere has others."""
     entries: list[journal.Entry] = []
     try:
         for entry in journal.read(attempt.journal_path):
             entries.append(entry)  # so that what comes before damage counts
     except RollhookError as error:
         logger.warning("the leases of attempt %d are not all known: %s", attempt.number, error)
-    return frozenset(leases(entries))
+    return leases(entries)
