@@ -13,8 +13,8 @@ import pytest
 from rollhook import metric_names
 from rollhook.journal import read
 from rollhook.metrics_file import read_metrics
-from rollhook.runtime.evaluate import one_sided_p
 from rollhook.runtime.results import read_result
+from rollhook.runtime.statistics import one_sided_p
 
 ROOT = Path(__file__).parents[1]
 SENTINEL = "sentinel-1f0c9e-never-to-be-seen"

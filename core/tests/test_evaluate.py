@@ -1,14 +1,18 @@
-"""Evaluation: choice of tasks, rates, the test between two of them."""
+"""Evaluation: choice of tasks, what is counted, names of metrics, the table before and after."""
 
+import asyncio
+import math
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
+from rollhook.engine import SamplingParams
 from rollhook.environment import Task
-from rollhook.runtime.evaluate import Evaluation, Rate, choose, comparison, one_sided_p
+from rollhook.records import Outcome
+from rollhook.runtime.evaluate import Evaluation, choose, comparison, evaluate
 from rollhook.runtime.progress import summaries
+from rollhook.runtime.statistics import Rate
 
 TASKS = [Task(f"{f}{n}", f"{f}{n}", "heldout", f) for f in ("big",) for n in range(40)]
 TASKS += [Task(f"s{n}", f"s{n}", "heldout", "small") for n in range(10)]
@@ -28,11 +32,50 @@ def test_without_a_number_every_task_is_chosen_and_samples_repeat_it():
     assert len(repeated) == 5
 
 
-@given(st.integers(1, 500), st.data())
-def test_a_rate_lies_between_none_and_all(count, data):
-    rate = Rate(data.draw(st.integers(0, count)), count)
-    assert 0 <= rate.value <= 1
-    assert 0 <= rate.stderr <= 0.5 / count**0.5 + 1e-12
+def test_an_evaluation_larger_than_the_split_is_remarked_once(caplog):
+    for _ in range(3):
+        assert len(choose(TASKS, 1234, 2, 0)) == 100
+    assert [record.getMessage() for record in caplog.records] == [
+        "evaluation.episodes is 1234, and 50 tasks, 2 samples each, give 100: all of these are run"
+    ]
+
+
+class FakeRunner:
+    """Gives the outcomes of a task in turn, and repeats the last."""
+
+    def __init__(self, **outcomes):
+        self.left = {task: list(found) for task, found in outcomes.items()}
+
+    async def run(self, request):
+        left = self.left[request.task.id]
+        outcome = left.pop(0) if len(left) > 1 else left[0]
+        return SimpleNamespace(record=SimpleNamespace(episode_id=request.episode_id, outcome=outcome))
+
+
+GOOD, BAD = Outcome("scored", 1.0), Outcome("scored", 0.0)
+BROKEN = Outcome("infra_error", boundary="engine", cause="gone")
+
+
+async def test_samples_of_a_task_give_pass_at_k_and_errors_are_tried_again():
+    tasks = [Task(name, name, "heldout", "f") for name in ("always", "half", "never", "shaky") for _ in "ab"]
+    runner = FakeRunner(always=[GOOD], half=[GOOD, BAD], never=[BAD], shaky=[BROKEN, GOOD, BROKEN])
+    finished = []
+    found = await evaluate(
+        runner, tasks, SamplingParams(), step=3, attempt=1, seed=0, slots=asyncio.Semaphore(1),
+        finished=lambda result: finished.append(result.record.episode_id),
+    )  # fmt: skip
+    assert found.families == {"f": Rate(4, 7, 1)}
+    assert sorted(found.tasks) == [(1, 1), (2, 0), (2, 1), (2, 2)]
+    assert len(set(finished)) == len(finished) == 8 + 1 + 2
+    metrics = found.metrics()
+    assert metrics["eval/pass_at_2"] == pytest.approx(2 / 3)  # of the tasks with both samples
+    assert metrics["eval/stderr"] == pytest.approx(math.sqrt(0.6875 / 3 / 4))
+
+
+def test_one_sample_per_task_has_no_pass_at_k():
+    found = Evaluation(3, "sampled", {"f": Rate(1, 4)}, tasks=[(1, 1), (1, 0), (1, 0), (1, 0)]).metrics()
+    assert not any("pass_at" in name for name in found)
+    assert found["eval/stderr"] == Rate(1, 4).stderr
 
 
 def test_metric_names_are_those_that_readers_know():
@@ -64,18 +107,6 @@ def test_the_table_has_a_row_for_each_family_and_one_for_all(families, labels):
     assert shown is not None
     assert list(shown.columns[0].cells) == labels
     assert len(shown.columns) == 1 + 2 * 3
-
-
-def test_the_one_sided_test_agrees_with_a_table():
-    # 100/200 against 120/200: z = 2.0101, upper tail 0.02221
-    assert one_sided_p(Rate(100, 200), Rate(120, 200)) == pytest.approx(0.02221, abs=1e-4)
-    assert one_sided_p(Rate(120, 200), Rate(100, 200)) == pytest.approx(1 - 0.02221, abs=1e-4)
-    assert one_sided_p(Rate(0, 10), Rate(0, 10)) == 1.0
-
-
-def test_a_rate_without_a_verdict_is_no_zero():
-    assert str(Rate(0, 0, 5)) == "no verdict"
-    assert str(Rate(3, 4)) == "0.750 ± 0.217"
 
 
 def test_each_of_several_environments_has_its_metrics_and_its_table():

@@ -9,7 +9,8 @@ import pytest
 
 from rollhook import metric_names
 from rollhook.metric_names import SECTIONS, Metric, find, unlisted
-from rollhook.runtime.evaluate import Evaluation, Rate
+from rollhook.runtime.evaluate import Evaluation
+from rollhook.runtime.statistics import Rate
 from rollhook.sandbox.pool import SandboxPool
 from rollhook.testing.scripted import ScriptedBackend
 
@@ -72,7 +73,7 @@ def test_the_metrics_of_sandboxes_are_those_of_the_pool() -> None:
 @pytest.mark.parametrize("mode", ["sampled", "greedy"])
 @pytest.mark.parametrize("environment", ["", "sums"])
 def test_the_metrics_of_an_evaluation_are_listed(mode: str, environment: str) -> None:
-    evaluation = Evaluation(4, mode, {"sort": Rate(1, 2)}, environment=environment)
+    evaluation = Evaluation(4, mode, {"sort": Rate(1, 2)}, environment=environment, tasks=[(2, 1)])
     found = {entry.name for name in evaluation.metrics() if (entry := find(name))}
     assert unlisted(evaluation.metrics()) == set()
     if not environment:

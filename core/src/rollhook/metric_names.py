@@ -168,7 +168,13 @@ SECTIONS = (
         "with several environments `eval/<environment>/pass_rate`",
         (
             Metric("eval/pass_rate", "0..1", "share of the episodes that passed"),
-            Metric("eval/stderr", "0..1", "its standard error"),
+            Metric("eval/stderr", "0..1", "its standard error; over tasks with several samples each"),
+            Metric(
+                "eval/pass_at_<samples>",
+                "0..1",
+                "unbiased share of tasks that pass at least once in so many samples",
+                "`evaluation.samples` > 1",
+            ),
             Metric("eval/episodes", "episodes", "episodes that are counted"),
             Metric("eval/errors", "episodes", "episodes without a verdict, not counted"),
             Metric("eval_family/<name>", "0..1", "pass rate of a family of tasks"),
@@ -176,6 +182,12 @@ SECTIONS = (
             Metric("eval/pass_rate_greedy", "0..1", "the same, decoded greedily", "`evaluation.greedy`"),
             Metric("eval/stderr_greedy", "0..1", "its standard error", "`evaluation.greedy`"),
             Metric("eval/episodes_greedy", "episodes", "episodes that are counted", "`evaluation.greedy`"),
+            Metric(
+                "eval/pass_at_<samples>_greedy",
+                "0..1",
+                "share of tasks that pass at least once",
+                "`evaluation.greedy`, `evaluation.samples` > 1",
+            ),
             Metric("eval/errors_greedy", "episodes", "episodes without a verdict", "`evaluation.greedy`"),
             Metric(
                 "eval_family_greedy/<name>", "0..1", "pass rate of a family of tasks", "`evaluation.greedy`"
@@ -221,9 +233,13 @@ SECTIONS = (
 
 @cache
 def _entries() -> tuple[tuple[Metric, re.Pattern[str]], ...]:
-    """The metrics with exact names first, then those with placeholders in the order of the table."""
+    """The metrics with exact names first, then those with placeholders, the most specific before others."""
     every = [metric for section in SECTIONS for metric in section.metrics]
-    return tuple((metric, metric.pattern) for metric in sorted(every, key=lambda metric: "<" in metric.name))
+    return tuple((metric, metric.pattern) for metric in sorted(every, key=_vague))
+
+
+def _vague(metric: Metric) -> tuple[bool, int]:
+    return "<" in metric.name, -len(metric.name)
 
 
 def find(name: str) -> Metric | None:

@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-import math
+import logging
 import random
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 from rollhook.engine import SamplingParams
 from rollhook.environment import Task
+from rollhook.records import EpisodeRecord
 from rollhook.runtime.episode import EpisodeRequest, EpisodeResult, EpisodeRunner
 from rollhook.runtime.seeds import derive
+from rollhook.runtime.statistics import Rate, mean_pass_at_k, stderr_over_tasks
+
+logger = logging.getLogger(__name__)
+
+Started = Callable[[EpisodeRequest], None]
+Finished = Callable[[EpisodeResult], None]
+#: passed, judged, without a verdict
+Tally = list[int]
 
 
 @dataclass
 class Evaluation:
     """What one evaluation found, in all and by family.
 
-    `environment` is its name in a run that has several, else empty.
+    `environment` is its name in a run that has several, else empty. `tasks` holds (samples, passes) of each
+    task while the process that ran them lives; files keep the families alone.
     """
 
     step: int
@@ -26,6 +38,7 @@ class Evaluation:
     families: dict[str, Rate] = field(default_factory=dict)
     seconds: float = 0.0
     environment: str = ""
+    tasks: Sequence[tuple[int, int]] = ()
 
     @property
     def total(self) -> Rate:
@@ -36,7 +49,8 @@ class Evaluation:
     def metrics(self) -> dict[str, float]:
         """Return the metrics: `eval/pass_rate` and `eval_family/<name>`, with `_greedy` for greedy ones.
 
-        With several environments the names are `eval/<environment>/pass_rate` and so on.
+        With several environments the names are `eval/<environment>/pass_rate` and so on. With several
+        samples per task there is `eval/pass_at_<samples>`, and the standard error is over tasks.
         """
         suffix = "_greedy" if self.mode == "greedy" else ""
         of = f"{self.environment}/" if self.environment else ""
@@ -47,6 +61,10 @@ class Evaluation:
             f"eval/{of}episodes{suffix}": float(total.count),
             f"eval/{of}errors{suffix}": float(total.errors),
         }
+        if (samples := max((n for n, _ in self.tasks), default=0)) > 1:
+            found[f"eval/{of}stderr{suffix}"] = stderr_over_tasks(self.tasks)
+            if estimate := mean_pass_at_k(self.tasks, samples):
+                found[f"eval/{of}pass_at_{samples}{suffix}"] = estimate.value
         for family, rate in self.families.items():
             found[f"eval_family{suffix}/{of}{family or 'all'}"] = rate.value
         return found
@@ -68,8 +86,58 @@ def choose(tasks: Sequence[Task], episodes: int | None, samples: int, seed: int)
         for members in families.values()
         if n < len(members)
     ]
+    if episodes is not None and episodes > len(rounds) * samples:
+        _remark_few(episodes, len(rounds), samples)
     chosen = rounds if episodes is None else rounds[: max(1, episodes // samples)]
     return [task for task in chosen for _ in range(samples)]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One episode that an evaluation wants; its tries are `<name>-t0` and so on."""
+
+    name: str
+    task: Task
+    seed: int
+    sampling: SamplingParams
+
+
+def judged(record: EpisodeRecord) -> bool:
+    """Return whether an episode counts: what the machinery failed or somebody cancelled does not."""
+    return record.outcome.kind not in ("infra_error", "cancelled")
+
+
+def passed(record: EpisodeRecord) -> bool:
+    """Return whether an episode passed: a reward of at least 1."""
+    return record.outcome.reward is not None and record.outcome.reward >= 1.0
+
+
+async def run_trial(
+    runner: EpisodeRunner,
+    trial: Trial,
+    slots: asyncio.Semaphore,
+    *,
+    started: Started,
+    finished: Finished,
+    retries: int = 2,
+) -> EpisodeRecord:
+    """Run a trial, up to `retries` times more while the machinery fails it; return the last try's record."""
+    for number in range(retries + 1):
+        request = EpisodeRequest(
+            f"{trial.name}-t{number}",
+            f"eval-{trial.task.id}",
+            trial.task,
+            trial.seed,
+            trial.sampling,
+            purpose="eval",
+        )
+        async with slots:
+            started(request)
+            result = await runner.run(request)
+        finished(result)
+        if result.record.outcome.kind != "infra_error":
+            break
+    return result.record
 
 
 async def evaluate(  # noqa: PLR0913 - what an evaluation is made of
@@ -82,39 +150,50 @@ async def evaluate(  # noqa: PLR0913 - what an evaluation is made of
     seed: int,
     slots: asyncio.Semaphore,
     retries: int = 2,
-    started: Callable[[EpisodeRequest], None] = lambda request: None,
-    finished: Callable[[EpisodeResult], None] = lambda result: None,
+    started: Started = lambda request: None,
+    finished: Finished = lambda result: None,
     name: str = "",
 ) -> Evaluation:
     """Run one episode per task; one that gave no verdict for want of machinery is tried again."""
-    mode = "greedy" if sampling.temperature == 0 else "sampled"
+    mode = mode_of(sampling)
     began = asyncio.get_running_loop().time()
-    counts: dict[str, list[int]] = {}
+    families: defaultdict[str, Tally] = defaultdict(lambda: [0, 0, 0])
+    by_task: defaultdict[str, Tally] = defaultdict(lambda: [0, 0, 0])
     prefix = "-".join(filter(None, [f"a{attempt}", f"s{step:05d}", name, mode]))
 
     async def one(number: int, task: Task) -> None:
-        for attempt_no in range(retries + 1):
-            episode_id = f"{prefix}-{number:05d}-t{attempt_no}"
-            request = EpisodeRequest(
-                episode_id, f"eval-{task.id}", task, derive(seed, mode, number), sampling, purpose="eval"
-            )
-            async with slots:
-                started(request)
-                result = await runner.run(request)
-            finished(result)
-            if result.record.outcome.kind != "infra_error":
-                break
-        passed, count, errors = counts.setdefault(task.family, [0, 0, 0])
-        outcome = result.record.outcome
-        missing = outcome.kind in ("infra_error", "cancelled")
-        good = outcome.reward is not None and outcome.reward >= 1.0
-        counts[task.family] = [passed + good, count + (not missing), errors + missing]
+        trial = Trial(f"{prefix}-{number:05d}", task, derive(seed, mode, number), sampling)
+        record = await run_trial(runner, trial, slots, started=started, finished=finished, retries=retries)
+        for tally in (families[task.family], by_task[task.id]):
+            tally[0] += passed(record)
+            tally[1] += judged(record)
+            tally[2] += not judged(record)
 
     async with asyncio.TaskGroup() as group:
         for number, task in enumerate(tasks):
             group.create_task(one(number, task))
-    families = {name: Rate(*counts[name]) for name in sorted(counts)}
-    return Evaluation(step, mode, families, asyncio.get_running_loop().time() - began, name)
+    return Evaluation(
+        step,
+        mode,
+        {family: Rate(*families[family]) for family in sorted(families)},
+        asyncio.get_running_loop().time() - began,
+        name,
+        [(n, c) for c, n, _ in by_task.values()],
+    )
+
+
+def mode_of(sampling: SamplingParams) -> str:
+    """Return how an evaluation's replies are drawn: `greedy` or `sampled`."""
+    return "greedy" if sampling.temperature == 0 else "sampled"
+
+
+@cache
+def _remark_few(episodes: int, tasks: int, samples: int) -> None:
+    """Say, once in a process, that an evaluation is smaller than was asked for."""
+    logger.warning(
+        "evaluation.episodes is %d, and %d tasks, %d samples each, give %d: all of these are run",
+        episodes, tasks, samples, tasks * samples,
+    )  # fmt: skip
 
 
 def comparison(before: Evaluation, after: Evaluation) -> list[tuple[str, Rate, Rate]]:

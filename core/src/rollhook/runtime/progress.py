@@ -14,7 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from rollhook.records import EpisodeRecord
-from rollhook.runtime.evaluate import Evaluation, Rate, comparison
+from rollhook.runtime.evaluate import Evaluation, comparison
+from rollhook.runtime.statistics import Rate
 
 
 class Display:

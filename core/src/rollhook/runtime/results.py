@@ -14,7 +14,8 @@ from rollhook.durable import check_schema, write_atomic
 from rollhook.errors import RunError
 from rollhook.failpoints import fail
 from rollhook.rundir import Status
-from rollhook.runtime.evaluate import Evaluation, Rate
+from rollhook.runtime.evaluate import Evaluation
+from rollhook.runtime.statistics import Rate
 
 SCHEMA_VERSION = 1
 NAME = "result.json"

@@ -98,6 +98,12 @@ def mean_pass_at_k(counts: Sequence[tuple[int, int]], k: int) -> Interval | None
     return Interval(mean, low, high, len(able))
 
 
+def stderr_over_tasks(counts: Sequence[tuple[int, int]]) -> float:
+    """Return the standard error of the mean pass rate of tasks, each (n, c); 0 for fewer than two."""
+    rates = [c / n for n, c in counts if n]
+    return math.sqrt(variance(rates) / len(rates)) if len(rates) > 1 else 0.0
+
+
 def wilson(share: float, size: float) -> tuple[float, float]:
     """Return Wilson's score interval of a share that `size` independent trials gave."""
     z = _quantile()
