@@ -146,7 +146,7 @@ class RecordedPolicy:
 
 def compare(recorded: Sequence[Message], given: Sequence[Message]) -> Observed:
     """Return how two stretches of a conversation compare."""
-    one, other = orjson.dumps(list(recorded)), orjson.dumps(list(given))
+    one, other = (orjson.dumps(list(each), option=orjson.OPT_SORT_KEYS) for each in (recorded, given))
     if one == other:
         return "same"
     return "numbers" if _masked(one) == _masked(other) else "text"

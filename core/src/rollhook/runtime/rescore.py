@@ -65,6 +65,7 @@ class Results(Rows[Rescored]):
     def __init__(self, path: Path, run: RunDir) -> None:
         super().__init__(path, Rescored, key=lambda row: row.episode_id, keep=lambda row: row.new is not None)
         for other in {row.run for row in self.kept.values()} - {run.run_id}:
+            self.close()
             raise UsageError(f"{path} has rows of run {other}, not of {run.run_id}")
 
 
