@@ -1,11 +1,16 @@
-"""The directory that a run's weights start from."""
+"""The directory of a run's weights, and what is read from it beside them."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rollhook.errors import UsageError
+
+if TYPE_CHECKING:
+    from rollhook.recipe.schema import Model
+    from rollhook.session import Renderer
 
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "seq_length")
 
@@ -23,10 +28,22 @@ def local_model(name: str) -> Path:
     return path
 
 
-def context_length(model_dir: Path) -> int:
-    """Return the tokens that a model can attend to, from its config.json."""
+def context_length(model: Model | None, model_dir: Path) -> int:
+    """Return the tokens that a model can attend to: as the recipe says, else from its config.json."""
+    if model is not None and model.context_length is not None:
+        return model.context_length
     config = json.loads((model_dir / "config.json").read_text())
     for key in _LENGTH_KEYS:
         if isinstance(config.get(key), int):
             return int(config[key])
     raise UsageError(f"{model_dir / 'config.json'} names no context length; set model.context_length")
+
+
+def renderer(model: Model | None, model_dir: Path) -> Renderer:
+    """Return what renders messages for a model; the recipe's tokenizer and template come first."""
+    from rollhook.session import Renderer
+
+    tokenizer = model.tokenizer if model is not None and isinstance(model.tokenizer, str) else None
+    template = model.chat_template if model is not None else None
+    text = Path(template).expanduser().read_text("utf-8") if template else None
+    return Renderer(Path(tokenizer).expanduser() if tokenizer else model_dir, text)

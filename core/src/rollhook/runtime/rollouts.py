@@ -24,6 +24,7 @@ from rollhook.runtime.episode import EpisodeRequest, EpisodeResult, EpisodeRunne
 from rollhook.runtime.evaluate import Evaluation, choose, evaluate
 from rollhook.runtime.lineage import Lineage
 from rollhook.runtime.live import Live
+from rollhook.runtime.model import context_length, renderer
 from rollhook.runtime.parts import Parts
 from rollhook.runtime.producer import Producer
 from rollhook.runtime.reuse import owned_prompts
@@ -31,7 +32,7 @@ from rollhook.runtime.seeds import derive
 from rollhook.sandbox import SandboxBackend
 from rollhook.sandbox.pool import SandboxPool
 from rollhook.sandbox.reap import reap
-from rollhook.session import PolicyClient, Renderer
+from rollhook.session import Policy, PolicyClient
 from rollhook.session.gateway import Gateway, SessionDefaults
 
 if TYPE_CHECKING:
@@ -104,10 +105,10 @@ class Rollouts:
         try:
             async with asyncio.TaskGroup() as starting:
                 engines = starting.create_task(_listed(self._engine.start(placement, model_dir, version)))
-                rendering = starting.create_task(asyncio.to_thread(self._renderer, model_dir))
+                rendering = starting.create_task(asyncio.to_thread(renderer, recipe.model, model_dir))
         except ExceptionGroup as errors:
             raise first_of(errors) from None
-        self._workers, renderer = engines.result(), rendering.result()
+        self._workers, rendered = engines.result(), rendering.result()
         self._weights = (model_dir, version)
         self._client = EngineClient()
         self._stack.push_async_callback(self._client.aclose)
@@ -115,18 +116,30 @@ class Rollouts:
             recipe.router.use, recipe.router.keys, self._parts.plugins, self._parts.context("router")
         )
         self._policy = PolicyClient(
-            renderer,
+            rendered,
             chain,
             self._client,
-            context_length=self._context_length(model_dir),
+            context_length=context_length(recipe.model, model_dir),
             seed=derive(recipe.seed, "policy"),
             revive=self._revive,
         )
         self._stack.push_async_callback(self._policy.close)
         self._policy.set_workers(self._workers, version)
-        await self._serve(self._policy)
+        await self.use(self._policy)
+
+    async def use(self, policy: Policy) -> None:
+        """Let the agents of every environment ask this policy, in the process and over HTTP."""
+        await self._serve(policy)
         for runner in self._runners.values():
-            runner.policy = self._policy
+            runner.policy = policy
+
+    def held_out(self) -> list[tuple[str, EpisodeRunner, list[Task]]]:
+        """Return each environment's name, runner and tasks of an evaluation, one for each episode."""
+        wanted, seed = self._recipe.evaluation, self._recipe.seed
+        return [
+            (name, runner, choose(self._tasks[name, wanted.split], wanted.episodes, wanted.samples, seed))
+            for name, runner in self._runners.items()
+        ]
 
     async def produce(self, step: int, lineage: Lineage) -> None:
         """Start making groups, with `step` steps done: first of the prompts that earlier attempts left."""
@@ -179,15 +192,11 @@ class Rollouts:
                 self._producer.resume()
 
     async def _evaluate(self, step: int, begun: Callable[[str, int], None]) -> list[Evaluation]:
-        settings = self._recipe.evaluation
         plans = [self._sampling()]
-        if settings.greedy:
+        if self._recipe.evaluation.greedy:
             plans.append(SamplingParams(temperature=0.0))
         found = []
-        for name, runner in self._runners.items():
-            tasks = choose(
-                self._tasks[name, settings.split], settings.episodes, settings.samples, self._recipe.seed
-            )
+        for name, runner, tasks in self.held_out():
             for plan in plans:
                 begun(f"evaluate ({'greedy' if plan.temperature == 0 else 'sampled'})", len(tasks))
                 evaluation = await evaluate(
@@ -283,7 +292,7 @@ class Rollouts:
         if report.deleted:
             logger.warning("%d sandboxes of earlier attempts were deleted", len(report.deleted))
 
-    async def _serve(self, policy: PolicyClient) -> None:
+    async def _serve(self, policy: Policy) -> None:
         """Give the sessions their HTTP face; its address is in the attempt's `gateway.json`."""
         settings, budgets = self._recipe.gateway, self._recipe.budgets
         gateway = Gateway(
@@ -376,19 +385,6 @@ class Rollouts:
         number = self._names.index(name) if name in self._names else -1
         split = self._recipe.environment[number].split
         return next((task for task in self._tasks.get((name, split), ()) if task.id == task_id), None)
-
-    def _renderer(self, model_dir: Path) -> Renderer:
-        model = self._recipe.model
-        tokenizer = model.tokenizer if model is not None and isinstance(model.tokenizer, str) else None
-        template = model.chat_template if model is not None else None
-        text = Path(template).expanduser().read_text("utf-8") if template else None
-        return Renderer(Path(tokenizer).expanduser() if tokenizer else model_dir, text)
-
-    def _context_length(self, model_dir: Path) -> int:
-        from rollhook.runtime.model import context_length
-
-        stated = self._recipe.model.context_length if self._recipe.model else None
-        return stated or context_length(model_dir)
 
 
 def distinct(names: Sequence[str]) -> list[str]:
