@@ -52,7 +52,9 @@ class NativeTrainer(ABC):
     def step(self, groups: Sequence[Sequence[Sample]], step: int) -> dict[str, float]:
         """Do training step `step` (0-based) on a batch of groups and return metrics.
 
-        `groups` is empty for a trainer that brings its own data. Metric names start with `train/`.
+        `groups` is empty for a trainer that brings its own data. Metric names start with `train/`; those of
+        times end with `_seconds` or `_per_second`. The same batch on the same state gives the same metrics,
+        or a replay cannot vouch for a run.
         """
 
     @abstractmethod
@@ -61,7 +63,10 @@ class NativeTrainer(ABC):
 
     @abstractmethod
     def save(self, directory: Path) -> None:
-        """Write weights, optimizer, schedule and data position into an empty directory, fsynced."""
+        """Write all that the next step depends on into an empty directory, every file fsynced.
+
+        Weights are there as `publish` writes them; optimizer, schedule and data position beside them.
+        """
 
     @abstractmethod
     def load(self, directory: Path) -> None:

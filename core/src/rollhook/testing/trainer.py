@@ -160,6 +160,22 @@ class TrainerContract(Contract):
         assert self._same(_published(trainer, tmp_path / "one"), _published(resumed, tmp_path / "two"))
         assert again["train/loss"] == pytest.approx(straight["train/loss"], rel=1e-6, abs=1e-9)
 
+    def test_the_same_batch_on_the_same_checkpoint_gives_the_same_metrics(
+        self, make_trainer: MakeTrainer, model_dir: Path, tmp_path: Path
+    ) -> None:
+        """What `rollhook replay` relies on; metrics that end in `_seconds` or `_per_second` are times."""
+        trainer = self._ready(make_trainer, model_dir)
+        trainer.step(batch(0, self.vocab), 0)
+        trainer.save(_empty(tmp_path / "checkpoint"))
+        found = []
+        for _ in range(2):
+            # as a replay does: set up from the checkpoint itself
+            again = self._ready(make_trainer, tmp_path / "checkpoint")
+            again.load(tmp_path / "checkpoint")
+            metrics = again.step(batch(1, self.vocab), 1)
+            found.append({k: v for k, v in metrics.items() if not k.endswith(("_seconds", "_per_second"))})
+        assert found[0] == pytest.approx(found[1], rel=1e-6, abs=1e-9, nan_ok=True)
+
     def test_saving_changes_nothing_and_a_checkpoint_does_not_change_later(
         self, make_trainer: MakeTrainer, model_dir: Path, tmp_path: Path
     ) -> None:
