@@ -8,7 +8,6 @@ import signal
 import pytest
 from rich.console import Console
 
-from rollhook.checkpoints import CheckpointStore
 from rollhook.errors import RunError
 from rollhook.rundir import RunDir
 from rollhook.runtime.launch import Stop, drive_run
@@ -19,11 +18,9 @@ def display():
     return Display(Console(file=io.StringIO()))
 
 
-async def test_a_run_with_committed_steps_is_not_driven_from_its_start_again(tmp_path):
+async def test_a_run_without_a_lock_cannot_be_driven(tmp_path):
     run = RunDir.create(tmp_path, "demo")
-    store = CheckpointStore(run.checkpoints)
-    store.commit(store.begin(3), 3, 4, [], 0)
-    with pytest.raises(RunError, match=r"cannot be resumed yet.*checkpoint\.load_from"):
+    with pytest.raises(RunError, match="has no recipe.lock.yaml"):
         await drive_run(run, display())
 
 

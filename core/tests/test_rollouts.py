@@ -10,6 +10,7 @@ from rollhook.agent import Agent, StopReason
 from rollhook.component import BuildContext, Config
 from rollhook.recipe.schema import Recipe
 from rollhook.router import RouterPolicy
+from rollhook.runtime.lineage import Lineage
 from rollhook.runtime.rollouts import Rollouts, distinct
 from rollhook.session import Renderer
 from rollhook.testing.engine import LocalPlacement
@@ -73,6 +74,9 @@ class FakeAttempt:
     def append(self, event, /, **data):
         self.events.append((event, data))
 
+    async def append_durable(self, event, /, **data):
+        self.append(event, **data)
+
 
 @pytest.fixture
 async def started(tmp_path):
@@ -98,6 +102,7 @@ async def started(tmp_path):
     rollouts = Rollouts(parts, attempt, results.append)
     await rollouts.prepare()
     await rollouts.start(LocalPlacement(), directory, 1)
+    await rollouts.produce(0, Lineage(versions={1: 0}))
     yield SimpleNamespace(
         rollouts=rollouts, results=results, attempt=attempt, engine=parts.engine, model=directory
     )
@@ -105,7 +110,7 @@ async def started(tmp_path):
 
 
 async def test_environments_share_a_batch_by_weight_and_are_evaluated_apart(started):
-    batch = await started.rollouts.collect(0)
+    batch = await started.rollouts.batch()
     assert sorted(group.environment for group in batch.groups) == ["sums", "sums", "sums", "sums-2"]
     assert all(record.outcome.kind == "scored" for record in batch.records)
     found = await started.rollouts.evaluate(1, lambda what, total: None)
@@ -125,8 +130,9 @@ async def test_a_run_says_how_its_sandboxes_are_made(started):
 async def test_samples_hold_what_the_engines_emitted_with_its_version(started):
     weights = started.model.parent / "weights"
     write_tokenizer(weights)
-    await started.rollouts.update(weights, 2)
-    batch = await started.rollouts.collect(0)
+    await started.rollouts.batch()
+    await started.rollouts.update(weights, 2, 1)
+    batch = await started.rollouts.batch()
     emitted = says(Renderer(started.model), "3")([], {})
     for sample in (s for group in batch.samples() for s in group):
         assert [int(t) for t in sample.token_ids[sample.mask == 1]] == list(emitted)
@@ -140,7 +146,7 @@ async def test_the_sessions_of_a_run_have_an_http_face(started):
 
 async def test_episodes_go_on_with_the_engines_that_are_left(started):
     await started.engine.engines[0].stop()
-    batch = await started.rollouts.collect(0)
+    batch = await started.rollouts.batch()
     assert {record.outcome.kind for record in batch.records} == {"scored"}
 
 

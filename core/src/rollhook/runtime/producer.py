@@ -10,10 +10,11 @@ episodes of its own weights.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,10 @@ class _Making:
     tries: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     doomed: bool = False
     live: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        filled = {member(record.episode_id) for record in self.group.records}
+        self.missing = [number for number in range(self.group.size) if number not in filled]
 
 
 class Producer:
@@ -80,7 +85,7 @@ class Producer:
         self._ready: list[Group] = []
         self._step = self._next_step = 0
         self._versions: dict[int, int] = {}
-        self._taken = 0
+        self._taken = self._wanted = 0
         self._paused = False
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -121,6 +126,7 @@ class Producer:
         groups = sorted(self._ready[:count], key=lambda group: group.group_id)
         del self._ready[:count]
         self._taken += len(groups)
+        self._changed.set()
         if self._rollout.permute_rewards:
             permute_rewards(groups, derive(self._seed, "permute", self._step))
         for group in groups:
@@ -168,59 +174,45 @@ class Producer:
         async with asyncio.TaskGroup() as groups:
             while True:
                 await self._until(self._may_start)
-                await self._slots.acquire()  # drawn as late as can be, with the newest pass rates
-                if not self._may_start():
-                    self._slots.release()
-                    continue
-                if not self._waiting:
+                if not self._waiting:  # drawn as late as can be, with the newest pass rates
+                    size = self._rollout.group_size
                     prompts = await self._draw(self._next_step)
                     self._next_step += 1
-                    self._waiting.extend(
-                        (prompt, prompt.group(self._rollout.group_size)) for prompt in prompts
-                    )
+                    self._waiting.extend((prompt, prompt.group(size)) for prompt in prompts)
                 making = _Making(*self._waiting.popleft())
                 self._making[making.group.group_id] = making
+                self._wanted += 1 if self._by_group else len(making.missing)
                 groups.create_task(self._make(making))
 
     def _may_start(self) -> bool:
-        """Whether another prompt may be taken up now."""
+        """Whether another prompt may be taken up now: a slot is free, and nothing that has begun wants it."""
         rollout = self._rollout
         taken_up = self._taken + len(self._ready) + len(self._making)
         limit = min(self._step + rollout.max_staleness + 1, self._steps) * rollout.batch_groups
         full = rollout.buffer_groups is not None and len(self._ready) >= rollout.buffer_groups
-        return not self._paused and taken_up < limit and not full
+        free = not self._wanted and not self._slots.locked()
+        return free and taken_up < limit and not full and not self._paused
 
     async def _make(self, making: _Making) -> None:
-        """Make a group, with one slot in hand, to its end."""
+        """Make a group to its end."""
         group = making.group
-        filled = {member(record.episode_id) for record in group.records}
-        missing = [number for number in range(group.size) if number not in filled]
         try:
-            async with asyncio.TaskGroup() as making.tasks:
-                for number in missing:
-                    held = self._by_group or number == missing[0]
-                    making.tasks.create_task(self._fill(making, number, held))
+            async with self._slot(self._by_group), asyncio.TaskGroup() as making.tasks:
+                for number in making.missing:
+                    making.tasks.create_task(self._fill(making, number))
         finally:
-            if self._by_group or not missing:
-                self._slots.release()
             del self._making[group.group_id]
         self._ready.append(group)
         self._changed.set()
 
-    async def _fill(self, making: _Making, number: int, held: bool) -> None:
+    async def _fill(self, making: _Making, number: int) -> None:
         """Run one place of a group until an episode fills it or the group's refills are used up."""
         group = making.group
         while True:
-            if not held:
-                await self._slots.acquire()
-            try:
+            async with self._slot(not self._by_group):
                 if making.doomed:
                     return
                 result = await self._episode(making, number)
-            finally:
-                if not self._by_group:
-                    self._slots.release()
-            held = self._by_group
             stale = any(self._too_old(sample.oldest_version) for sample in result.samples)
             if stale:
                 group.discarded.append(result.record)
@@ -229,6 +221,23 @@ class Producer:
                 group.samples.extend(result.samples)
             if not (stale or failed(result.record)) or not self._may_refill(group):
                 return
+
+    @contextlib.asynccontextmanager
+    async def _slot(self, needed: bool) -> AsyncIterator[None]:
+        """Hold a slot, counted as wanted before, if one is needed here."""
+        if not needed:
+            yield
+            return
+        try:
+            await self._slots.acquire()
+        finally:
+            self._wanted -= 1
+            self._changed.set()
+        try:
+            yield
+        finally:
+            self._slots.release()
+            self._changed.set()
 
     async def _episode(self, making: _Making, number: int) -> EpisodeResult:
         group, sampling = making.group, self._rollout.sampling
@@ -255,6 +264,7 @@ class Producer:
         if group.refills >= self._rollout.refill_limit:
             return False
         group.refills += 1
+        self._wanted += not self._by_group
         return True
 
     # -- staleness
@@ -288,7 +298,7 @@ class Producer:
             group.records.remove(record)
             group.discarded.append(record)
             if tasks is not None and not making.doomed and self._may_refill(group):
-                tasks.create_task(self._fill(making, member(record.episode_id), self._by_group))
+                tasks.create_task(self._fill(making, member(record.episode_id)))
             else:
                 self._give_up(making)
 
