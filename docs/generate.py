@@ -39,6 +39,11 @@ INTERFACES = [
     ("Agents", "rollhook.agent", ["Agent", "AgentContext", "ChatSession", "Budget", "Reply"]),
     ("Router policies", "rollhook.router", ["RouterPolicy", "RouteRequest", "WorkerLoad", "Worker"]),
     ("Engines", "rollhook.engine.base", ["Engine", "Placement", "Generation", "SamplingParams"]),
+    (
+        "Engines that take messages",
+        "rollhook.engine.messages",
+        ["MessageEngine", "MessageRequest", "Completion", "Usage", "RequestLimits", "BusyError"],
+    ),
     ("Trainers", "rollhook.trainer", ["NativeTrainer"]),
     ("Trackers", "rollhook.tracker", ["Tracker"]),
     ("Packs", "rollhook.pack", ["Pack"]),
