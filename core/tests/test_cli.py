@@ -285,7 +285,9 @@ def test_a_site_problem_does_not_decide_the_exit_code(toys: Path, cli: Run) -> N
     code, out, _ = cli("check", "base.yaml", "gateway.token=env:TOY_ABSENT", "--site", "here")
     assert code == 0
     assert out.splitlines()[0] == "On this machine:"
-    assert out.splitlines()[-1] == "base.yaml: nothing wrong in itself, but 1 problem on this machine"
+    assert out.splitlines()[-1] == (
+        "base.yaml: nothing wrong in itself, but 1 problem on this machine: `rollhook run` stops here"
+    )
 
 
 def test_check_speaks_json(toys: Path, cli: Run) -> None:

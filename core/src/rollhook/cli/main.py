@@ -27,9 +27,14 @@ VERBS: dict[str, tuple[str, str]] = {
         "rollhook.cli.recipe:explain",
         "Say which plugin supplies each part, and where each value came from.",
     ),
+    "lock": (
+        "rollhook.cli.lock:lock",
+        "Write a recipe with all its values, versions and digests, to run it.",
+    ),
     "needs": ("rollhook.cli.recipe:needs", "List the components that a recipe and those it needs name."),
     "plugins": ("rollhook.cli.plugins:plugins", "List the installed plugins."),
     "show": ("rollhook.cli.plugins:show", "Show the keys of a component or of a section of a recipe."),
+    "schema": ("rollhook.cli.lock:schema", "Write the JSON Schema of recipes, for editors of YAML."),
     "tasks": ("rollhook.cli.tasks:app", "List, show and prove the tasks of an environment."),
     "data": ("rollhook.cli.data:app", "Prepare generated data."),
     "replay": (

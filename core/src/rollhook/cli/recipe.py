@@ -10,31 +10,38 @@ import typer
 from rollhook.cli.output import as_json, table
 
 if TYPE_CHECKING:
+    from rollhook.recipe import check as checking
     from rollhook.recipe.load import Loaded
 
 Recipe = Annotated[str, typer.Argument(help="a recipe's path, or the name of a shipped one")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="key.path=value, +key=value or ~key")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Site = Annotated[
+    str | None,
+    typer.Option(help="here: also look at this machine; none: do not. Default: here for launcher local"),
+]
+
+
+def site_of(text: str | None) -> checking.Site | None:
+    """Return what `--site` says. Raises BadParameter for anything but its words."""
+    if text not in {None, "here", "none"}:
+        raise typer.BadParameter("is here or none", param_hint="--site")
+    return text  # type: ignore[return-value]
 
 
 def check(
     recipe: Recipe,
     overrides: Overrides = None,
-    site: Annotated[
-        str | None,
-        typer.Option(help="here: also check this machine; none: do not. Default: here for launcher local"),
-    ] = None,
+    site: Site = None,
     json: Json = False,
 ) -> None:
-    """Prove a recipe before anything starts. Exit code 1 if it cannot work anywhere.
+    """Prove a recipe, or a lock, before anything starts. Exit code 1 if it cannot work anywhere.
 
-    What only this machine lacks is listed, but does not decide the exit code.
+    What only this machine lacks is listed: it stops `rollhook run` here, but does not decide the exit code.
     """
     from rollhook.recipe.check import check_recipe
 
-    if site not in {None, "here", "none"}:
-        raise typer.BadParameter("is here or none", param_hint="--site")
-    checked = check_recipe(recipe, overrides or [], site=site)  # type: ignore[arg-type]
+    checked = check_recipe(recipe, overrides or [], site=site_of(site))
     wrong, here = checked.composition, checked.here
     if json:
         as_json(
@@ -42,6 +49,8 @@ def check(
                 "recipe": checked.loaded.name,
                 "ok": not wrong,
                 "site": checked.site,
+                "runs_here": not (wrong or here) if checked.site == "here" else None,
+                "remarks": checked.loaded.remarks,
                 "problems": [dataclasses.asdict(each) for each in [*wrong, *here]],
             }
         )
@@ -52,6 +61,8 @@ def check(
             typer.echo("On this machine:")
         for problem in here:
             typer.echo(str(problem))
+        for remark in checked.loaded.remarks:
+            typer.echo(remark)
         typer.echo(_verdict(checked.loaded.name, len(wrong), len(here), checked.site))
     raise typer.Exit(1 if wrong else 0)
 
@@ -132,7 +143,8 @@ def _verdict(name: str, wrong: int, here: int, site: str) -> str:
     if wrong:
         return f"{name}: {_count(wrong)}" + (f", and {here} more on this machine" if here else "")
     if here:
-        return f"{name}: nothing wrong in itself, but {_count(here)} on this machine"
+        problems = f"{_count(here)} on this machine: `rollhook run` stops here"
+        return f"{name}: nothing wrong in itself, but {problems}"
     return f"{name}: no problems" + ("" if site == "here" else " (this machine was not looked at)")
 
 

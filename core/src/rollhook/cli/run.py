@@ -29,9 +29,13 @@ def run(
     resume: Annotated[
         str | None, typer.Option(metavar="RUN", help="go on with this run (id or path) instead of a recipe")
     ] = None,
+    allow_changed: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="what may differ from a lock, or all; repeatable"),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="print the result as JSON on stdout")] = False,
 ) -> None:
-    """Run a recipe on this machine, and the recipes that it needs before it.
+    """Run a recipe or a lock on this machine, and the recipes that it needs before it.
 
     Stop with Ctrl-C: once ends after the step under way, twice ends at once. `--resume RUN` goes on from the
     newest committed step of a run that was stopped or died.
@@ -43,12 +47,13 @@ def run(
 
     display = Display()
     if resume is not None:
-        if recipe is not None or run_id is not None:
+        if recipe is not None or run_id is not None or allow_changed:
             raise UsageError("--resume takes the recipe and the id of the run; give nothing beside it")
         _finish(drive_run(RunDir.find(resume), display), display, json)
     if recipe is None:
         raise UsageError("say which recipe to run, e.g. `rollhook run quickstart`, or --resume RUN")
-    _finish(run_recipe(recipe, overrides or [], display, run_id), display, json)
+    work = run_recipe(recipe, overrides or [], display, run_id, allow_changed or [])
+    _finish(work, display, json)
 
 
 def drive(

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel
 
 from rollhook.plugins import Plugins, load
+from rollhook.recipe.digests import digest_of
 from rollhook.recipe.load import Loaded, read_recipe
+from rollhook.recipe.lock import digest
+from rollhook.recipe.match import let_through, mismatches, remarks
 from rollhook.recipe.parts import Part, find_parts
 from rollhook.recipe.problem import Problem, RecipeError
 from rollhook.recipe.rules import Composition, check_rules
@@ -21,13 +24,17 @@ Site = Literal["here", "none"]
 
 @dataclass
 class Checked:
-    """A recipe that was checked: its parts, and all that is wrong with it and with what it needs."""
+    """A recipe that was checked: its parts, and all that is wrong with it and with what it needs.
+
+    `mismatches` are those of the problems that say what is no longer as a lock has it.
+    """
 
     loaded: Loaded
     plugins: Plugins
     parts: list[Part]
     problems: list[Problem]
     site: Site
+    mismatches: list[Problem] = field(default_factory=list)
 
     @property
     def composition(self) -> list[Problem]:
@@ -59,12 +66,22 @@ def compose(
     overrides: Sequence[str] = (),
     *,
     needs_results: Mapping[str, Mapping[str, Any]] | None = None,
+    allow_changed: Collection[str] = (),
 ) -> tuple[Loaded, Plugins]:
-    """Return a recipe that can run here and its plugins. Raises RecipeError with all that is wrong."""
+    """Return a recipe that can run here and its plugins. Raises RecipeError with all that is wrong.
+
+    What is no longer as a lock says is wrong too, unless `allow_changed` names it, or is `all`: it is then
+    among the remarks of what is returned.
+    """
     checked = check_recipe(source, overrides, site="here", needs_results=needs_results)
-    if checked.problems:
-        raise RecipeError(checked.problems)
-    return checked.loaded, checked.plugins
+    loaded, stopped = checked.loaded, [each for each in checked.problems if each not in checked.mismatches]
+    if allow_changed and loaded.locked is None and loaded.resolved:
+        stopped.append(Problem("", "--allow-changed is for a lock, and this is a recipe", loaded.name))
+    still, let = let_through(checked.mismatches, allow_changed)
+    loaded.remarks += let
+    if stopped or still:
+        raise RecipeError([*stopped, *still])
+    return loaded, checked.plugins
 
 
 def _check(
@@ -92,16 +109,22 @@ def _check(
             found += check_site(composition)
     problems = loaded.problems + [loaded.locate(problem) for problem in found]
     problems += _needed(loaded, site, needs_results, (*above, loaded.name))
+    changed: list[Problem] = []
+    if loaded.locked is not None and site == "here":
+        changed = mismatches(loaded, parts.plugins)
+        loaded.remarks += remarks(loaded, parts.plugins)
+        problems += changed
     if site == "none":
         problems = [problem for problem in problems if problem.scope != "site"]
-    return Checked(loaded, parts.plugins, parts.parts, list(dict.fromkeys(problems)), site or "none")
+    problems = list(dict.fromkeys(problems))
+    return Checked(loaded, parts.plugins, parts.parts, problems, site or "none", changed)
 
 
 def _needed(
     loaded: Loaded, site: Site | None, results: Mapping[str, Any] | None, above: tuple[str, ...]
 ) -> Iterator[Problem]:
     """Yield what is wrong with the recipes under `needs` that have not run yet."""
-    if loaded.validated is None or loaded.locked is not None:
+    if loaded.validated is None:
         return
     needs = loaded.validated.needs
     for alias, need in needs.items():
@@ -113,7 +136,11 @@ def _needed(
             chain = " -> ".join((*above, inner.name))
             yield loaded.locate(Problem(key, f"goes round in a circle: {chain}"))
             continue
-        yield from _check(need.recipe, need.overrides, site, None, above).problems
+        checked = _check(need.recipe, need.overrides, site, None, above)
+        if not checked.composition and not checked.loaded.unresolved:
+            further = {key: each for key, each in checked.loaded.met.items() if key.startswith("needs.")}
+            loaded.met[f"needs.{alias}"] = digest_of([digest(checked.loaded, checked.plugins), further])
+        yield from checked.problems
 
 
 def secret_fields(parts: Sequence[Part]) -> Iterator[tuple[str, Secret]]:

@@ -43,7 +43,9 @@ class Loaded:
 
     `resolved` is plain data as written, with interpolations replaced; `origins` maps each key path in it
     to the file and line (or `command line`) that gave it; `layers` to the order of these; `text` is the
-    file as given, with the overrides in a comment.
+    file as given, with the overrides in a comment. `pending`: recipes under `needs` have yet to run.
+    `locked` is what a lock says of the machine it was written on; `met` are digests of tasks and needed
+    recipes that `check` met here, `remarks` what differs from the lock and stops nothing.
     """
 
     validated: Recipe | None
@@ -56,7 +58,10 @@ class Loaded:
     text: str = ""
     unresolved: set[str] = field(default_factory=set)
     from_environment: dict[str, str] = field(default_factory=dict)
+    pending: bool = False
     locked: dict[str, Any] | None = None
+    met: dict[str, str] = field(default_factory=dict)
+    remarks: list[str] = field(default_factory=list)
 
     @property
     def recipe(self) -> Recipe:
@@ -120,7 +125,7 @@ def read_recipe(
     if sources.lock is not None:
         from rollhook.recipe.lock import read_lock
 
-        return read_lock(sources.lock, sources.names[0], overrides)
+        return read_lock(sources.lock, sources.names[0], overrides, needs_results or {})
     problems = list(sources.problems)
     if sources.broken:
         return Loaded(None, {}, {}, {}, {}, problems, sources.names, sources.text)
@@ -178,6 +183,7 @@ def _finish(
         text=sources.text,
         from_environment=_from_environment(resolved),
         unresolved={paths.text(path) for path in resolved.unresolved},
+        pending=recipe is not None and not recipe.needs.keys() <= needs_results.keys(),
     )
     loaded.problems += [loaded.locate(problem) for problem in found]
     return loaded

@@ -1,17 +1,16 @@
-"""`recipe.lock.yaml`: the resolved recipe with every default, versions and deviations; it drives a run."""
+"""`recipe.lock.yaml`: the resolved recipe with every default, versions, digests and deviations; it runs."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import platform
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import rollhook
 from rollhook.durable import write_atomic
 from rollhook.recipe import paths
+from rollhook.recipe.digests import digest_of
+from rollhook.recipe.facts import digests, distributions, revisions, versions
 from rollhook.recipe.interpolate import resolve
 from rollhook.recipe.load import Deviation, Loaded, validate_core
 from rollhook.recipe.names import chain
@@ -23,9 +22,15 @@ if TYPE_CHECKING:
 
 LOCK_VERSION = 1
 
+#: what stands for the result of a needed recipe until that has run
+_PLACEHOLDER = re.compile(r"needs:([A-Za-z_][\w-]*)\.(\w+)")
+
 
 def complete(loaded: Loaded, plugins: Plugins) -> dict[str, Any]:
-    """Return the recipe as plain data with every default of the core and of its components."""
+    """Return the recipe as plain data with every default of the core and of its components.
+
+    Once the recipes under `needs` have run, their results stand where they are used, and `needs` is empty.
+    """
     recipe = loaded.recipe
     data = recipe.model_dump(mode="json")
     for key, kind, use in uses(recipe):
@@ -39,6 +44,8 @@ def complete(loaded: Loaded, plugins: Plugins) -> dict[str, Any]:
         paths.replace(data, path, {**paths.get(data, path), **filled})
     if isinstance(loaded.resolved.get("environment"), Mapping):
         data["environment"] = data["environment"][0]
+    if not loaded.pending:
+        data["needs"] = {}
     return data
 
 
@@ -59,35 +66,44 @@ def digest(loaded: Loaded, plugins: Plugins) -> str:
     data = complete(loaded, plugins)
     for key in ("name", "storage", "trackers"):
         data.pop(key, None)
-    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+    return digest_of(data)
 
 
 def write_lock(path: Path, loaded: Loaded, plugins: Plugins) -> None:
     """Write the lock, durably; RunError when the disk is full or not writable."""
+    write_atomic(path, lock_text(loaded, plugins).encode())
+
+
+def lock_text(loaded: Loaded, plugins: Plugins) -> str:
+    """Return the lock of a recipe. Reads the files that the recipe names and asks git."""
     import yaml
 
-    distributions = dict(plugins.distribution(kind, name) for kind, name in plugins.loaded())
+    recipe, unresolved = complete(loaded, plugins), set(loaded.unresolved)
+    if loaded.pending:
+        unresolved |= _put_back_placeholders(recipe)
     document = {
         "lock": LOCK_VERSION,
-        "sources": loaded.sources,
-        "versions": {
-            "python": platform.python_version(),
-            "rollhook": rollhook.__version__,
-            **dict(sorted(distributions.items())),
-        },
+        "sources": [_anywhere(each) for each in loaded.sources],
+        "versions": versions(plugins),
+        "revisions": revisions(distributions(plugins)),
+        "digests": digests(loaded, plugins),
         "deviations": {
-            key: {"value": each.value, "reference": each.reference, "from": each.source}
+            key: {"value": each.value, "reference": each.reference, "from": _anywhere(each.source)}
             for key, each in loaded.deviations.items()
         },
-        "unresolved": sorted(loaded.unresolved),
-        "recipe": complete(loaded, plugins),
+        "unresolved": sorted(unresolved),
+        "recipe": recipe,
     }
-    text = "# Written by Rollhook: the resolved recipe of one run. `rollhook drive` takes this file.\n"
-    text += yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=110)
-    write_atomic(path, text.encode())
+    text = "# Written by Rollhook: a resolved recipe and what was here then; `rollhook run` takes it.\n"
+    return text + yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=110)
 
 
-def read_lock(document: Mapping[str, Any], name: str, overrides: Sequence[str]) -> Loaded:
+def read_lock(
+    document: Mapping[str, Any],
+    name: str,
+    overrides: Sequence[str],
+    needs_results: Mapping[str, Mapping[str, Any]],
+) -> Loaded:
     """Return what a lock holds. Only what was unresolved where it was written is resolved again."""
     problems = []
     if document.get("lock") != LOCK_VERSION:
@@ -110,7 +126,7 @@ def read_lock(document: Mapping[str, Any], name: str, overrides: Sequence[str]) 
     unresolved: set[paths.Path] = set()
     for key in document.get("unresolved") or ():
         path = paths.parse(key)
-        single = resolve({"value": paths.get(data, path)}, {}, {})
+        single = resolve({"value": paths.get(data, path), "needs": data.get("needs")}, needs_results, {})
         problems += [Problem(key, p.message, name, hint=p.hint, scope=p.scope) for p in single.problems]
         paths.replace(data, path, single.data["value"])
         unresolved |= {path} if single.problems else set()
@@ -125,12 +141,28 @@ def read_lock(document: Mapping[str, Any], name: str, overrides: Sequence[str]) 
             for key, each in (document.get("deviations") or {}).items()
         },
         problems=problems,
-        sources=list(document.get("sources") or [name]),
+        sources=[*(document.get("sources") or ()), name],
         unresolved={paths.text(path) for path in unresolved},
-        locked=dict(document.get("versions") or {}),
+        pending=recipe is not None and not recipe.needs.keys() <= needs_results.keys(),
+        locked={key: document.get(key) for key in ("versions", "revisions", "digests")},
     )
     loaded.problems += [loaded.locate(problem) for problem in found]
     return loaded
+
+
+def _anywhere(source: str) -> str:
+    """Return a file, perhaps with a line, as it is called on any machine."""
+    return Path(source).name if Path(source).is_absolute() else source
+
+
+def _put_back_placeholders(recipe: dict[str, Any]) -> set[str]:
+    """Turn `needs:sft.checkpoint` back into `${needs.sft.checkpoint}`; return the keys where it stood."""
+    found = set()
+    for path, value in paths.leaves(recipe):
+        if isinstance(value, str) and _PLACEHOLDER.search(value) and path[0] != "needs":
+            paths.replace(recipe, path, _PLACEHOLDER.sub(r"${needs.\1.\2}", value))
+            found.add(paths.text(path))
+    return found
 
 
 def _keys(plugins: Plugins, kind: str, name: str, keys: Mapping[str, Any], key: str) -> dict[str, Any]:

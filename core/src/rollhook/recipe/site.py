@@ -13,6 +13,8 @@ from rollhook import budgets
 from rollhook.environment import Environment, Task
 from rollhook.errors import RollhookError
 from rollhook.packs import PREFIX, resolve_all
+from rollhook.recipe.digests import digest_tasks
+from rollhook.recipe.facts import is_hub_name, named_files, tasks_key
 from rollhook.recipe.parts import Part
 from rollhook.recipe.problem import Problem
 from rollhook.recipe.rules import Composition
@@ -35,28 +37,14 @@ def _site(key: str, message: str, hint: str = "") -> Problem:
 
 
 def _files(c: Composition) -> Iterator[Problem]:
-    model = c.recipe.model
-    named = {"checkpoint.load_from": c.recipe.checkpoint.load_from}
-    if model is not None:
-        named |= {"model.path": model.path, "model.chat_template": model.chat_template}
-        tokenizer = model.tokenizer
-        named |= {"model.tokenizer": tokenizer} if isinstance(tokenizer, str) else {}
-        named |= (
-            {"model.tokenizer.train": tokenizer.train} if tokenizer and not isinstance(tokenizer, str) else {}
-        )
-    for key, name in named.items():
-        if name is None or name.startswith((PREFIX, "needs:")) or key in c.loaded.unresolved:
+    for key, name in named_files(c.recipe).items():
+        if name.startswith((PREFIX, "needs:")) or key in c.loaded.unresolved:
             continue
         if c.asks_endpoint and key.startswith("model."):
             continue
-        if _is_hub_name(key, name) or Path(name).expanduser().exists():
+        if (key == "model.path" and is_hub_name(name)) or Path(name).expanduser().exists():
             continue
         yield _site(key, f"{name!r} does not exist here")
-
-
-def _is_hub_name(key: str, name: str) -> bool:
-    """`model.path: owner/name` is a model of the hub, not a path, unless it is written like one."""
-    return key == "model.path" and not name.startswith(("/", ".", "~")) and name.count("/") <= 1
 
 
 def _storage(c: Composition) -> Iterator[Problem]:
@@ -121,6 +109,7 @@ def _environment(
         except (RollhookError, OSError) as error:
             yield _site(key, str(error))
             continue
+        c.loaded.met[tasks_key(part.key, split)] = digest_tasks(tasks)
         yield from _split(c, key, split, tasks)
 
 

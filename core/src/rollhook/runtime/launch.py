@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from rollhook.errors import RunError
 from rollhook.recipe.check import compose
 from rollhook.recipe.load import Loaded
 from rollhook.recipe.lock import digest, write_lock
+from rollhook.recipe.match import ALL
 from rollhook.rundir import check_free
 from rollhook.runtime.progress import Display
 from rollhook.runtime.results import RunResult, finished_run, read_result
@@ -68,13 +69,19 @@ class Stop:
 
 
 async def run_recipe(
-    source: Path | str, overrides: list[str], display: Display, run_id: str | None
+    source: Path | str,
+    overrides: list[str],
+    display: Display,
+    run_id: str | None,
+    allow_changed: Sequence[str] = (),
 ) -> RunResult:
-    """Run a recipe and, before it, the recipes that it needs; returns the result of the recipe itself.
+    """Run a recipe or a lock and, before it, the recipes that it needs; returns the result of itself.
 
-    Raises RecipeError with all that is wrong with any of them before anything is started.
+    Raises RecipeError with all that is wrong with any of them before anything is started, and with all that
+    no longer matches a lock and is not in `allow_changed`.
     """
-    loaded, plugins = await asyncio.to_thread(compose, source, overrides)
+    loaded, plugins = await asyncio.to_thread(compose, source, overrides, allow_changed=allow_changed)
+    _say_remarks(loaded, display)
     root = storage_root(loaded)
     if run_id is not None:
         check_free(root, run_id)
@@ -83,18 +90,22 @@ async def run_recipe(
         if stop.drain.is_set():
             raise asyncio.CancelledError  # stopped in a run that this one needs: there is none to report
         if results:
-            loaded, plugins = await asyncio.to_thread(compose, source, overrides, needs_results=results)
+            loaded, plugins = await asyncio.to_thread(
+                compose, source, overrides, needs_results=results, allow_changed=allow_changed
+            )
         return await _run(loaded, plugins, cluster, display, stop, run_id)
 
 
 async def drive_run(run: RunDir, display: Display) -> RunResult:
     """Drive the next attempt of a run whose lock is on disk: from its newest committed step, or the start.
 
-    A run that has done all its steps is left as it is.
+    A run that has done all its steps is left as it is. What no longer matches its lock is said, and stops
+    nothing.
     """
     if not run.lock_path.is_file():
         raise RunError(f"{run.path} has no {run.lock_path.name}, so nothing says what the run is to do")
-    loaded, plugins = await asyncio.to_thread(compose, run.lock_path)
+    loaded, plugins = await asyncio.to_thread(compose, run.lock_path, allow_changed=[ALL])
+    _say_remarks(loaded, display)
     newest = await asyncio.to_thread(CheckpointStore(run.checkpoints).newest)
     if newest is not None and newest.step >= loaded.recipe.steps:
         result = await asyncio.to_thread(read_result, run.path)
@@ -103,6 +114,11 @@ async def drive_run(run: RunDir, display: Display) -> RunResult:
             return result
     async with own_cluster(run.path / ".cluster", display) as (cluster, stop):
         return await _drive(loaded, plugins, run, cluster, display, stop)
+
+
+def _say_remarks(loaded: Loaded, display: Display) -> None:
+    for remark in loaded.remarks:
+        display.say(f"Lock: {remark}")
 
 
 def storage_root(loaded: Loaded) -> Path:
