@@ -20,7 +20,7 @@ def display():
 
 async def test_a_run_without_a_lock_cannot_be_driven(tmp_path):
     run = RunDir.create(tmp_path, "demo")
-    with pytest.raises(RunError, match="has no recipe.lock.yaml"):
+    with pytest.raises(RunError, match=r"has no recipe\.lock\.yaml"):
         await drive_run(run, display())
 
 

@@ -11,7 +11,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,6 +92,7 @@ class CheckpointStore:
             "committed_at": time.time(),
         }
         try:
+            (path / MARKER).unlink(missing_ok=True)  # a trainer may copy all that it was set up from
             fsync_tree(path)
             fail("checkpoint.before_rename")
             if final.exists():
@@ -118,9 +119,9 @@ class CheckpointStore:
         """Return the committed checkpoint of the highest step; None when there is none."""
         return next(reversed(self.all()), None)
 
-    def prune(self, keep: int) -> None:
-        """Remove all but the `keep` newest committed checkpoints, and what crashes left unfinished."""
-        kept = {checkpoint.path for checkpoint in self.all()[-keep:]}
+    def prune(self, keep: int, in_use: Collection[Path] = ()) -> None:
+        """Remove all but the `keep` newest committed checkpoints, those in use, and what crashes left."""
+        kept = {checkpoint.path for checkpoint in self.all()[-keep:]} | set(in_use)
         for path in list(self.directory.iterdir()):
             ours = path.name.isdecimal() or (path.name.startswith(".") and path.name.endswith(".tmp"))
             if ours and path not in kept and path not in self._open:

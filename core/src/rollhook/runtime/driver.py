@@ -8,13 +8,14 @@ import logging
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollhook.checkpoints import Checkpoint, CheckpointStore
 from rollhook.engine.weights import WeightStore
 from rollhook.episode_store import EpisodeStore
 from rollhook.errors import RunError, first_of
-from rollhook.metrics_file import MetricsWriter
+from rollhook.metrics_file import MetricsWriter, read_metrics
 from rollhook.observers import Observers
 from rollhook.runtime.batch import Batch, VerdictWatch, batch_metrics
 from rollhook.runtime.episode import EpisodeResult
@@ -67,6 +68,7 @@ class Driver:
         self.result = RunResult(run.run_id, "failed", digest)
         self._version = 0
         self._pending: list[str] = []
+        self._in_use: list[Path] = []
         self._verdicts = VerdictWatch()
 
     async def run(self) -> RunResult:
@@ -112,6 +114,7 @@ class Driver:
             training = Training(parts, self.cluster, attempt.path)
             stack.push_async_callback(training.stop)
             await self._start(training, rollouts, attempt, base)
+            self._complete_rows(base)
             self.observers.run_started(attempt.run.run_id, attempt.number, self.recipe)
             status: Status = "failed"
             try:
@@ -157,6 +160,7 @@ class Driver:
         self.result.evaluations = [read_evaluation(data) for data in self.lineage.evaluations]
         if base is not None:
             self.result.checkpoint = str(base.path)
+            self._in_use = [base.path]  # the trainer's model directory as long as this attempt lives
         if attempt.number > 1:
             where = base.path.name if base is not None else None
             attempt.journal.append("resumed", step=step, version=self._version, checkpoint=where)
@@ -236,9 +240,9 @@ class Driver:
             if rollouts is not None:
                 if self._evaluates(done):
                     rollouts.pause()
-                metrics.update(await self._renew(training, rollouts, attempt, done))
+                metrics.update(await self._renew(training, rollouts, attempt, done, metrics))
             elif self._due(done):
-                metrics.update(await self._commit(training, attempt, done))
+                metrics.update(await self._commit(training, attempt, done, metrics))
             self.result.steps = done
             metrics["time/step"] = time.monotonic() - began
             metrics["loop/longest_wait_seconds"] = self.watchdog.longest
@@ -274,7 +278,12 @@ class Driver:
         return batch
 
     async def _renew(
-        self, training: Training, rollouts: Rollouts, attempt: Attempt, done: int
+        self,
+        training: Training,
+        rollouts: Rollouts,
+        attempt: Attempt,
+        done: int,
+        so_far: Mapping[str, float],
     ) -> dict[str, float]:
         """Publish the step's weights, commit the step if it is due, and bring the engines up to date."""
         metrics: dict[str, float] = {}
@@ -284,7 +293,7 @@ class Driver:
         path = await training.publish(self.weights, self._version)
         metrics["time/publish"] = time.monotonic() - began
         if self._due(done):
-            metrics.update(await self._commit(training, attempt, done))
+            metrics.update(await self._commit(training, attempt, done, {**so_far, **metrics}))
         began = time.monotonic()
         await rollouts.update(path, self._version, done)
         await asyncio.to_thread(self.weights.prune, {self._version})
@@ -293,7 +302,9 @@ class Driver:
         metrics.update(rollouts.sandbox_stats())
         return metrics
 
-    async def _commit(self, training: Training, attempt: Attempt, done: int) -> dict[str, float]:
+    async def _commit(
+        self, training: Training, attempt: Attempt, done: int, metrics: Mapping[str, float]
+    ) -> dict[str, float]:
         """Write a checkpoint; the step is committed when its marker is durable."""
         began = time.monotonic()
         await asyncio.to_thread(attempt.assert_newest)
@@ -302,7 +313,13 @@ class Driver:
         await training.save(path)
         await attempt.journal.commit()
         made: Checkpoint = await asyncio.to_thread(
-            self.checkpoints.commit, path, done, self._version, list(self._pending), attempt.journal.seq
+            self.checkpoints.commit,
+            path,
+            done,
+            self._version,
+            list(self._pending),
+            attempt.journal.seq,
+            {"metrics": dict(metrics)},
         )
         attempt.journal.append(
             "step_committed", step=done, version=self._version, episodes=len(self._pending)
@@ -310,7 +327,7 @@ class Driver:
         await attempt.journal.commit()
         self._pending.clear()
         self.result.checkpoint = str(made.path)
-        await asyncio.to_thread(self.checkpoints.prune, self.recipe.checkpoint.keep)
+        await asyncio.to_thread(self.checkpoints.prune, self.recipe.checkpoint.keep, self._in_use)
         return {"time/checkpoint": time.monotonic() - began}
 
     async def _evaluate(self, rollouts: Rollouts, step: int) -> None:
@@ -324,6 +341,14 @@ class Driver:
         self.result.metrics.update(metrics)
         self._row(step, {**metrics, "time/evaluate": sum(e.seconds for e in found)})
         await self.attempt.journal.commit()
+
+    def _complete_rows(self, base: Checkpoint | None) -> None:
+        """Write the row of the step that the run goes on from, if the crash came between commit and row."""
+        if base is None or base.attempt is None or "metrics" not in base.extra:
+            return
+        rows = self.lineage.surviving(read_metrics(self.run_dir.metrics_path))
+        if all(row["step"] != base.step or "time/train" not in row for row in rows):
+            self.metrics.write(base.step, base.attempt, base.extra["metrics"])
 
     def _row(self, step: int, metrics: Mapping[str, float]) -> None:
         self.metrics.write(step, self.attempt.number, metrics)
