@@ -32,11 +32,17 @@ VERBS: dict[str, tuple[str, str]] = {
         "Write a recipe with all its values, versions and digests, to run it.",
     ),
     "needs": ("rollhook.cli.recipe:needs", "List the components that a recipe and those it needs name."),
+    "report": ("rollhook.cli.report:report", "Write one page about a run, or print its figures."),
     "plugins": ("rollhook.cli.plugins:plugins", "List the installed plugins."),
     "show": ("rollhook.cli.plugins:show", "Show the keys of a component or of a section of a recipe."),
     "schema": ("rollhook.cli.lock:schema", "Write the JSON Schema of recipes, for editors of YAML."),
     "tasks": ("rollhook.cli.tasks:app", "List, show and prove the tasks of an environment."),
     "data": ("rollhook.cli.data:app", "Prepare generated data."),
+    "eval": (
+        "rollhook.cli.eval:evaluate",
+        "Evaluate a recipe alone: pass@k with intervals, also of an endpoint.",
+    ),
+    "compare": ("rollhook.cli.eval:compare", "Compare two evaluations, with a paired test."),
     "replay": (
         "rollhook.cli.replay:replay",
         "Train again on what a run recorded, and compare the losses.",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -73,7 +72,7 @@ def _finish(work: Coroutine[None, None, RunResult], display: Display, as_json: b
     """Do the work, show its summary and exit with its status."""
     from rollhook.runtime.progress import summaries
 
-    _log_to(display)
+    display.take_logs()
     try:
         result = asyncio.run(work)
     except (asyncio.CancelledError, KeyboardInterrupt):
@@ -90,10 +89,3 @@ def _finish(work: Coroutine[None, None, RunResult], display: Display, as_json: b
         shown = {name: getattr(result, name) for name in ("run_id", "status", "checkpoint", "metrics")}
         typer.echo(orjson.dumps(shown).decode())
     raise typer.Exit(EXIT[result.status])
-
-
-def _log_to(display: Display) -> None:
-    from rich.logging import RichHandler
-
-    handler = RichHandler(console=display.console, show_path=False, show_time=False)
-    logging.basicConfig(level=logging.WARNING, handlers=[handler], format="%(message)s")

@@ -53,12 +53,14 @@ def check_recipe(
     *,
     site: Site | None = None,
     needs_results: Mapping[str, Mapping[str, Any]] | None = None,
+    evaluating: bool = False,
 ) -> Checked:
     """Check a recipe and the recipes that it needs; what is wrong is returned, never raised.
 
-    `site` `here` also checks this machine; the default is `here` for launcher `local`, else `none`.
+    `site` `here` also checks this machine; the default is `here` for launcher `local`, else `none`. With
+    `evaluating` nothing is looked at that an evaluation alone has no use for.
     """
-    return _check(source, overrides, site, needs_results, ())
+    return _check(source, overrides, site, needs_results, (), evaluating=evaluating)
 
 
 def compose(
@@ -67,13 +69,14 @@ def compose(
     *,
     needs_results: Mapping[str, Mapping[str, Any]] | None = None,
     allow_changed: Collection[str] = (),
+    evaluating: bool = False,
 ) -> tuple[Loaded, Plugins]:
     """Return a recipe that can run here and its plugins. Raises RecipeError with all that is wrong.
 
     What is no longer as a lock says is wrong too, unless `allow_changed` names it, or is `all`: it is then
     among the remarks of what is returned.
     """
-    checked = check_recipe(source, overrides, site="here", needs_results=needs_results)
+    checked = check_recipe(source, overrides, site="here", needs_results=needs_results, evaluating=evaluating)
     loaded, stopped = checked.loaded, [each for each in checked.problems if each not in checked.mismatches]
     if allow_changed and loaded.locked is None and loaded.resolved:
         stopped.append(Problem("", "--allow-changed is for a lock, and this is a recipe", loaded.name))
@@ -90,6 +93,8 @@ def _check(
     site: Site | None,
     needs_results: Mapping[str, Mapping[str, Any]] | None,
     above: tuple[str, ...],
+    *,
+    evaluating: bool = False,
 ) -> Checked:
     loaded = read_recipe(source, overrides, needs_results=needs_results)
     if not loaded.resolved:
@@ -97,7 +102,7 @@ def _check(
     parts = find_parts(loaded)
     found = list(parts.problems)
     if loaded.validated is not None:
-        composition = Composition(loaded, loaded.validated, parts)
+        composition = Composition(loaded, loaded.validated, parts, evaluating)
         found += check_rules(composition)
         found += _secrets(composition)
         found += _hooks(composition)
@@ -108,7 +113,8 @@ def _check(
 
             found += check_site(composition)
     problems = loaded.problems + [loaded.locate(problem) for problem in found]
-    problems += _needed(loaded, site, needs_results, (*above, loaded.name))
+    if not evaluating:
+        problems += _needed(loaded, site, needs_results, (*above, loaded.name))
     changed: list[Problem] = []
     if loaded.locked is not None and site == "here":
         changed = mismatches(loaded, parts.plugins)

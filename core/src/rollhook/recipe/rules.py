@@ -20,6 +20,8 @@ class Composition:
     loaded: Loaded
     recipe: Recipe
     parts: Parts
+    #: for an evaluation alone: what concerns training is not looked at
+    evaluating: bool = False
 
     def part(self, kind: str) -> Part | None:
         """Return the first part of a kind, if it could be loaded."""
@@ -27,13 +29,13 @@ class Composition:
 
     @property
     def trains(self) -> bool:
-        """Whether the recipe has a trainer."""
-        return self.recipe.trainer is not None
+        """Whether the recipe has a trainer, and it is to train."""
+        return self.recipe.trainer is not None and not self.evaluating
 
     @property
     def trains_on_episodes(self) -> bool:
         """Whether its trainer trains on episodes; assumed while its keys are wrong."""
-        part = self.part("trainer")
+        part = self.part("trainer") if self.trains else None
         if part is None or part.cls is None or part.config is None:
             return self.trains
         return bool(part.cls.needs_rollouts(part.config))
@@ -48,6 +50,12 @@ class Composition:
         """Whether its engine takes messages, so that nothing here needs weights or a tokenizer."""
         part = self.part("engine")
         return part is not None and part.cls is not None and not part.cls.gives_tokens
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether the recipe says where weights are."""
+        path = self.recipe.model.path if self.recipe.model is not None else None
+        return path is not None or self.recipe.checkpoint.load_from is not None
 
     def says(self, key: str) -> bool:
         """Return whether the recipe gives a key, or one below it, a value other than null."""
@@ -79,7 +87,15 @@ def missing_parts(c: Composition) -> Iterator[Problem]:
             "is missing: a trainer needs a policy",
             hint="set model.path, or model.init for a fresh one",
         )
-    if r.trainer is None and not r.environment:
+    if c.evaluating and r.engine is not None and not c.asks_endpoint and not c.has_weights:
+        yield Problem(
+            "model.path",
+            "is missing: an evaluation makes no weights",
+            hint="set it, or give --checkpoint, a directory or the id of a run",
+        )
+    if c.evaluating and not r.environment:
+        yield Problem("environment", "is missing: there is nothing to evaluate on")
+    elif r.trainer is None and not r.environment:
         yield Problem("trainer", "is missing, and so is environment: this recipe does nothing")
     if c.trains_on_episodes and not r.environment:
         yield Problem("environment", f"is missing: trainer {_use(r.trainer)} trains on episodes")
@@ -126,7 +142,7 @@ def no_effect(c: Composition) -> Iterator[Problem]:
                 "rollout.max_concurrent",
             ]
             yield from _idle(c, [*rest, "rollout.workers", "rollout.sampling"], chosen, "no episode is run")
-    if not c.trains:
+    if not c.trains and not c.evaluating:
         keys = ["steps", "checkpoint.every", "checkpoint.keep", "rollout.permute_rewards", "evaluation.every"]
         yield from _idle(c, keys, c.layer("trainer"), "there is no trainer")
     if c.asks_endpoint and not c.trains:
@@ -252,8 +268,8 @@ def budgets(c: Composition) -> Iterator[Problem]:
 def model(c: Composition) -> Iterator[Problem]:
     """Where the weights come from."""
     m = c.recipe.model
-    if m is None:
-        return
+    if m is None or (c.evaluating and not c.has_weights):
+        return  # `missing_parts` says it
     load_from = c.recipe.checkpoint.load_from
     if m.path is not None and m.init is not None:
         yield Problem(

@@ -84,8 +84,8 @@ def _tasks(c: Composition) -> Iterator[Problem]:
         yield built
     capabilities = getattr(built, "capabilities", None)
     for part, use in zip(c.parts.of("environment"), c.recipe.environment, strict=False):
-        splits = {f"{part.key}.split": use.split}
-        if c.recipe.evaluation.every:
+        splits = {} if c.evaluating else {f"{part.key}.split": use.split}
+        if c.recipe.evaluation.every or c.evaluating:
             splits["evaluation.split"] = c.recipe.evaluation.split
         yield from _environment(c, part, splits, capabilities)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,6 +10,7 @@ from contextlib import contextmanager
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
@@ -54,6 +56,11 @@ class Display:
                 yield
             finally:
                 self._live = None
+
+    def take_logs(self) -> None:
+        """Show warnings of every logger on the display."""
+        handler = RichHandler(console=self.console, show_path=False, show_time=False)
+        logging.basicConfig(level=logging.WARNING, handlers=[handler], format="%(message)s")
 
     def say(self, text: str) -> None:
         """Print a line that stays."""
