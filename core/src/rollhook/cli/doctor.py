@@ -1,4 +1,4 @@
-"""`rollhook doctor`: what works on this machine, and the way to get what does not."""
+"""`rollhook doctor`: what works on this machine, and the way to get what does not; or how a run stands."""
 
 from __future__ import annotations
 
@@ -39,8 +39,21 @@ class Row:
     fix: str = ""
 
 
-def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """Say what works on this machine, and how to get what does not; exit code 1 if something fails."""
+def doctor(
+    run: Annotated[
+        str | None, typer.Argument(help="id or path of a run: say how it stands", show_default=False)
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what works on this machine, and how to get what does not; exit code 1 if something fails.
+
+    With RUN: say whether it lives, what each of its episodes waits for and which deadline is next; for one
+    that died or failed what is left and how to go on, with exit code 1.
+    """
+    if run is not None:
+        from rollhook.cli.doctor_run import doctor_run
+
+        raise typer.Exit(doctor_run(run, json))
     rows = [row for probe in PROBES for row in probe()]
     if json:
         as_json([dataclasses.asdict(row) for row in rows])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 import time
@@ -101,6 +102,7 @@ class EpisodeRunner:
         started_at, started = time.time(), self._now()
         clock = AgentClock(limits.agent, limits.turn, limits.command)
         session = course.live.session = self._open_session(request, clock)
+        course.live.clock = clock
         try:
             async with asyncio.timeout(limits.episode + self.budgets.slack):
                 await self._run(request, limits, session, clock, course)
@@ -137,6 +139,7 @@ class EpisodeRunner:
         course: Course,
     ) -> None:
         boxes: dict[str, Sandbox] = {}
+        course.live.boxes = boxes
         home = asyncio.get_running_loop() if self.environment.verifies_apart else None
         ctx = EpisodeContext(request.episode_id, request.seed, Boxes(boxes, home), self.context)
         episode = self.environment.episode(request.task, ctx)
@@ -175,7 +178,10 @@ class EpisodeRunner:
                 spec, episode_id=request.episode_id, box=name, timeout=limits.create
             )
 
-        with self._timed(course, "create", limits.create):
+        def making() -> str:
+            return pool.waits_for(request.episode_id)
+
+        with self._timed(course, "create", limits.create), self.live.waiting(course.live, making):
             try:
                 async with asyncio.TaskGroup() as creates:
                     for name in wanted:
@@ -240,11 +246,12 @@ class EpisodeRunner:
         box = boxes[phase.box] if phase.box is not None else None
         course.begin_phase(phase.observation.messages)
         clock.begin_phase(phase.limits.get("agent", math.inf))
+        waiting = functools.partial(self.live.waiting, course.live)
         context = AgentContext(
-            session=Recorder(session, course.heard),
+            session=Recorder(session, course.heard, waiting),
             observation=phase.observation,
             budget=RemainingBudget(session, clock),
-            sandbox=AgentSandbox(box, clock, self._now) if box is not None else None,
+            sandbox=AgentSandbox(box, clock, self._now, waiting) if box is not None else None,
             tools=phase.tools,
             respond=phase.respond,
             seed=request.seed,

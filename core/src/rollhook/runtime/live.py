@@ -1,17 +1,28 @@
-"""The episodes that run now: what each is doing, since when and until when; and ending one early."""
+"""The episodes that run now: what each does and waits for, since when, until when; and ending one early."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from rollhook.budgets import AgentClock
     from rollhook.runtime.episode import EpisodeRequest
+    from rollhook.sandbox import Sandbox
     from rollhook.session import PolicySession
+
+
+@dataclass(eq=False)
+class Wait:
+    """One thing that an episode waits for: `what` says it now; `deadline` of its own, if it has one."""
+
+    what: Callable[[], str]
+    since: float
+    deadline: float | None
 
 
 @dataclass
@@ -20,7 +31,8 @@ class LiveEpisode:
 
     `node` is the budget node it is in, since `node_since`, at most until `deadline`; empty between nodes.
     `episode_deadline` ends the whole. `first_version` bounds the oldest weight version of its tokens where a
-    reply was seen under way before any was committed.
+    reply was seen under way before any was committed. `waits` are what it waits for within its node, oldest
+    first; `clock` is its agent's, `boxes` its live sandboxes.
     """
 
     request: EpisodeRequest
@@ -33,6 +45,9 @@ class LiveEpisode:
     episode_deadline: float | None = None
     first_version: int | None = None
     cancelled: str = ""
+    clock: AgentClock | None = None
+    boxes: Mapping[str, Sandbox] = field(default_factory=dict)
+    waits: list[Wait] = field(default_factory=list)
 
     @property
     def oldest_version(self) -> int | None:
@@ -72,3 +87,16 @@ class Live:
         """Note that an episode is in a node now, for at most `limit` seconds; an empty node: in none."""
         live.node, live.node_since = node, self.now()
         live.deadline = None if limit is None else live.node_since + limit
+
+    @contextmanager
+    def waiting(
+        self, live: LiveEpisode, what: Callable[[], str], limit: float | None = None
+    ) -> Iterator[None]:
+        """Note that an episode waits for something while the block runs, for at most `limit` seconds."""
+        now = self.now()
+        wait = Wait(what, now, None if limit is None else now + limit)
+        live.waits.append(wait)
+        try:
+            yield
+        finally:
+            live.waits.remove(wait)

@@ -24,6 +24,7 @@ from rollhook.runtime.episode import EpisodeRequest, EpisodeResult, EpisodeRunne
 from rollhook.runtime.evaluate import Evaluation, choose, evaluate
 from rollhook.runtime.lineage import Lineage
 from rollhook.runtime.live import Live
+from rollhook.runtime.live_file import publishing
 from rollhook.runtime.model import context_length, renderer
 from rollhook.runtime.parts import Parts
 from rollhook.runtime.producer import Producer
@@ -80,6 +81,8 @@ class Rollouts:
         Raises UsageError when a split is empty or the sandbox cannot be had here.
         """
         recipe = self._recipe
+        published = publishing(self._attempt.path, self.live, lambda: self._policy)
+        await self._stack.enter_async_context(published)
         backend = await self._backend()
         agent = self._parts.build_agent()
         self._stack.push_async_callback(agent.aclose)

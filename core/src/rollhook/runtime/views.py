@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from rollhook.agent import Reply
@@ -36,18 +37,26 @@ class Boxes(Mapping[str, "Sandbox"]):
 
 
 class Recorder:
-    """The session that an agent gets: keeps the conversation for the record."""
+    """The session that an agent gets: keeps the conversation for the record, and says when it waits."""
 
-    def __init__(self, session: PolicySession | None, heard: Callable[[list[Message]], None]) -> None:
+    def __init__(
+        self,
+        session: PolicySession | None,
+        heard: Callable[[list[Message]], None],
+        waiting: Callable[[Callable[[], str]], AbstractContextManager[None]] = lambda what: nullcontext(),
+    ) -> None:
         self._session = session
         self._heard = heard
+        self._waiting = waiting
 
     async def chat(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] | None = None) -> Reply:
         """Generate one turn."""
         if self._session is None:
             raise AgentError("this run has no policy to ask", kind="user")
         self._heard(list(messages))
-        reply = await self._session.chat(messages, tools=tools)
+        session = self._session
+        with self._waiting(lambda: session.waits_for):
+            reply = await session.chat(messages, tools=tools)
         self._heard([*messages, reply.message])
         return reply
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from rollhook.budgets import AgentClock
 
 if TYPE_CHECKING:
     from rollhook.sandbox.sandbox import ExecResult, Sandbox
+
+#: notes what is waited for, and for how many seconds at most, while its block runs
+Waiting = Callable[[Callable[[], str], float | None], AbstractContextManager[None]]
+_SHOWN = 200
 
 
 class AgentSandbox:
@@ -20,11 +26,16 @@ class AgentSandbox:
     """
 
     def __init__(
-        self, sandbox: Sandbox, clock: AgentClock, now: Callable[[], float] = time.monotonic
+        self,
+        sandbox: Sandbox,
+        clock: AgentClock,
+        now: Callable[[], float] = time.monotonic,
+        waiting: Waiting = lambda what, limit: nullcontext(),
     ) -> None:
         self._sandbox = sandbox
         self._clock = clock
         self._now = now
+        self._waiting = waiting
 
     async def exec(
         self,
@@ -41,7 +52,10 @@ class AgentSandbox:
         limit = self._clock.command_limit if timeout is None else min(timeout, self._clock.command_limit)
         started = self._now()
         try:
-            result = await self._sandbox.exec(argv, cwd=cwd, env=env, user=user, timeout=limit, stdin=stdin)
+            with self._waiting(lambda: f"command {shlex.join(argv)[:_SHOWN]}", limit):
+                result = await self._sandbox.exec(
+                    argv, cwd=cwd, env=env, user=user, timeout=limit, stdin=stdin
+                )
         finally:
             self._clock.charge("command", self._now() - started)
         if result.timed_out:

@@ -89,6 +89,7 @@ class SandboxPool:
         self._warm: dict[bytes, deque[_Live]] = {}
         self._warming = 0
         self._makers: set[asyncio.Task[_Live]] = set()
+        self._tries: set[_Try] = set()
         self._chores: set[asyncio.Task[None]] = set()
         self._keepalive: asyncio.Task[None] | None = None
         self._closing = False
@@ -137,6 +138,15 @@ class SandboxPool:
             tried = asyncio.Event()
             self._chore(self._retire(live, tried))
             await tried.wait()
+
+    def waits_for(self, episode_id: str) -> str:
+        """Return what an episode's sandbox waits for, in words; empty when none is being made for it."""
+        for state in self._tries:
+            if state.lease.episode == episode_id:
+                if state.call is not None:
+                    return f"the backend, which makes a sandbox (try {state.tries})"
+                return f"another try after {state.tries}" if state.tries else "a place among the creates"
+        return ""
 
     def prepare(self, spec: SandboxSpec) -> None:
         """Create ahead, in the background, until `warm` sandboxes wait for an episode."""
@@ -218,6 +228,7 @@ class SandboxPool:
         )
         labelled = dataclasses.replace(spec, labels={**spec.labels, **lease.labels()})
         state = _Try(lease)
+        self._tries.add(state)
         try:
             await self._journal.append_durable("lease", **lease.data())
             fail("sandbox.before_create")
@@ -228,6 +239,8 @@ class SandboxPool:
         except BaseException:
             self._chore(self._clear(state))
             raise
+        finally:
+            self._tries.discard(state)
         live = _Live(lease, raw, sandbox, self._clock(), strays=state.tries > 1)
         if self._keepalive is None and type(raw).touch is not RawSandbox.touch:
             self._keepalive = asyncio.create_task(self._touch_all(), name="sandbox keepalive")

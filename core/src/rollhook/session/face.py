@@ -34,6 +34,10 @@ class PolicySession(Protocol):
     def versions(self) -> tuple[int, int] | None:
         """The oldest and the newest weight version of any generated token; None where none is known."""
 
+    @property
+    def waits_for(self) -> str:
+        """What its turns under way wait for, in words; empty when there are none."""
+
     async def chat(
         self,
         messages: Sequence[Message],

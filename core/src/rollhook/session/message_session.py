@@ -82,6 +82,11 @@ class MessageSession:
         return self._calls.closed
 
     @property
+    def waits_for(self) -> str:
+        """What its turns under way wait for, in words; empty when there are none."""
+        return "a reply of the endpoint" if len(self._calls) else ""
+
+    @property
     def turns_left(self) -> int:
         """Turns that may still be generated."""
         return max(0, self.turns - self.stats.turns - len(self._calls))

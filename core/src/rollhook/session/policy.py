@@ -189,6 +189,16 @@ class PolicyClient:
             return Turn(generation, before, after, spent, engine, max(0.0, total - spent), tries)
         raise EngineError(f"no answer after {tries} tries: {error}", kind="infrastructure") from error
 
+    def waits_for(self, route: Route) -> str:
+        """Return what a request of a session waits for now, in words."""
+        if self._gate.paused:
+            return "a weight update"
+        if route.entry is None or route.worker is None:
+            return "an engine that is healthy"
+        rank = "" if route.worker.dp_rank is None else f" (rank {route.worker.dp_rank})"
+        queued = f", where requests queue for {q:.1f} s" if (q := route.entry.queue_seconds) >= 0.1 else ""
+        return f"tokens of {route.worker.url}{rank}{queued}"
+
     def leave(self, route: Route) -> None:
         """Forget a session: its worker's count and what the router policies know of it."""
         self.sessions.pop(route.request.session_id, None)

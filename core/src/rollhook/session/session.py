@@ -93,6 +93,11 @@ class Session:
         return self._calls.closed
 
     @property
+    def waits_for(self) -> str:
+        """What its turns under way wait for, in words; empty when there are none."""
+        return self._policy.waits_for(self.route) if len(self._calls) else ""
+
+    @property
     def turns_left(self) -> int:
         """Turns that may still be generated."""
         return max(0, self.turns - self._tree.count - len(self._calls))
