@@ -51,6 +51,23 @@ INTERFACES = [
     ("What every component is built with", "rollhook.component", ["Component", "BuildContext", "Config"]),
     ("Records", "rollhook.records", ["Sample", "EpisodeRecord", "Outcome", "Group"]),
 ]
+ENVIRONMENT = """\
+## Environment variables
+
+A recipe says what a run does; these only say where things are on this machine.
+
+| variable | meaning |
+|---|---|
+| `XDG_STATE_HOME` | The index of runs is in `rollhook/runs` below it (default `~/.local/state`). |
+| `XDG_CACHE_HOME` | Generated packs are in `rollhook/packs` below it (default `~/.cache`). |
+| `XDG_RUNTIME_DIR` | Local sandboxes keep small files of their own there while they live. |
+| `ROLLHOOK_TORCH_INDEX` | For `python3 core` alone: the package index from which torch is installed. |
+| `ROLLHOOK_FAILPOINT` | For tests of crashes: `NAME[:HIT]`, the durable write to die at. |
+| `ROLLHOOK_EXEC` | Set by the runtime in sandboxes, to find all that a command has started; do not set it. |
+
+A secret is named in a recipe by a reference such as `env:NAME`, and read from the variable of that name
+([secrets](../how-to/secrets.md)).
+"""
 
 
 def type_text(annotation: Any) -> str:
@@ -242,7 +259,8 @@ def commands_page() -> str:
 
 Exit codes: 0 success; 1 the job or the check failed; 2 wrong usage or an invalid recipe; 3 stopped;
 124 waited too long. An error is one sentence on stderr with the way out; `--debug` adds the traceback.
-"""
+
+{ENVIRONMENT}"""
     for verb, (target, summary) in VERBS.items():
         text += "".join(command_text(LazyCommand(verb, target, summary).real(), ["rollhook", verb]))
     return text

@@ -5,10 +5,8 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
-import os
 import re
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -20,7 +18,6 @@ from rollhook.cli.main import VERBS
 from rollhook.installed import installed
 from rollhook.recipe.check import check_recipe
 from rollhook.recipe.schema import Recipe
-from rollhook.testing.parts import needs_part
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -28,7 +25,6 @@ PAGES = sorted(
     [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *ROOT.glob("*/*/README.md"), ROOT / "core/README.md"]
 )
 BY_HAND = [page for page in PAGES if "reference" not in page.parts]
-TUTORIAL = (DOCS / "tutorial.md").read_text()
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -66,6 +62,32 @@ def test_everything_is_mentioned() -> None:
     here = {f"rollhook-{p.parent.name}" for p in ROOT.glob("*/*/pyproject.toml")}
     wanted += [f"{e.kind}.{e.name}" for e in installed() if e.distribution in here]
     assert [each for each in wanted if each not in text] == []
+
+
+def events_written() -> Iterator[tuple[str, set[str]]]:
+    """Yield the events that the core writes into journals, with the names of their fields."""
+    for path in (ROOT / "core/src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            call = ast.unparse(node.func) if isinstance(node, ast.Call) and node.args else ""
+            if re.search(r"(journal\.append|journal\.append_durable|record\.append|\._note)$", call):
+                assert isinstance(node, ast.Call)
+                if isinstance(node.args[0], ast.Constant) and isinstance(node.args[0].value, str):
+                    yield node.args[0].value, {keyword.arg for keyword in node.keywords if keyword.arg}
+
+
+def test_every_event_of_the_journal_is_described() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (.+?) \|", (DOCS / "run-directory.md").read_text(), re.MULTILINE)
+    described = {event: set(re.findall(r"`(\w+)`", fields)) for event, fields in rows}
+    written = list(events_written())
+    assert {event for event, _ in written} == described.keys() - {"journal"}
+    assert [(event, fields) for event, fields in written if not fields <= described[event]] == []
+
+
+def test_every_environment_variable_is_described() -> None:
+    said = (DOCS / "reference/commands.md").read_text()
+    sources = [*ROOT.glob("core/*.py"), *ROOT.glob("core/src/**/*.py"), *ROOT.glob("*/*/src/**/*.py")]
+    used = {name for path in sources for name in re.findall(r"\bROLLHOOK_\w+", path.read_text())}
+    assert {name for name in used if f"`{name}`" not in said} == set()
 
 
 def test_the_verbs_in_help_are_those_in_the_reference() -> None:
@@ -119,37 +141,3 @@ def test_the_recipe_of_the_front_page_has_no_problem(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(body)
     checked = check_recipe(str(tmp_path / "mine.yaml"), [], site="none")
     assert [str(problem) for problem in checked.composition] == []
-
-
-@pytest.fixture(scope="module")
-def tutorial(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write the files of the tutorial, and the metadata that pip would write for them."""
-    root = tmp_path_factory.mktemp("tutorial")
-    written = re.findall(r"^`([\w./-]+)`:\n\n```\w+\n(.*?)^```$", TUTORIAL, re.MULTILINE | re.DOTALL)
-    for path, body in written:
-        file = root / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(body)
-    metadata = root / "site/rollhook_words-0.1.0.dist-info"
-    metadata.mkdir(parents=True)
-    (metadata / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: rollhook-words\nVersion: 0.1.0\nRequires-Dist: rollhook>=0.1,<0.2\n"
-    )
-    (metadata / "entry_points.txt").write_text("[rollhook]\nenvironment.words = rollhook_words\n")
-    assert len(written) == 5
-    return root
-
-
-@pytest.mark.parametrize("command", re.findall(r"^\$ (.+)$", TUTORIAL, re.MULTILINE))
-def test_the_commands_of_the_tutorial_work(tutorial: Path, command: str) -> None:
-    if "oracle" in command or "pytest" in command:
-        needs_part("unshare")
-    python_path = f"{tutorial}/rollhook-words/src:{tutorial}/site"
-    bin_directory = Path(sys.executable).parent
-    env = os.environ | {"PYTHONPATH": python_path, "PATH": f"{bin_directory}:{os.environ['PATH']}"}
-    done = subprocess.run(
-        command.split(), cwd=tutorial, env=env, capture_output=True, text=True, check=False, timeout=100
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    if "oracle" in command:
-        assert done.stdout.count("[1|0]") + done.stderr.count("[1|0]") == 6
