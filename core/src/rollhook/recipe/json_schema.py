@@ -154,7 +154,7 @@ def _model(model: type[BaseModel]) -> dict[str, Any]:
     definitions = schema.pop("$defs", {})
     found: dict[str, Any] = _plain(schema, definitions)
     found["type"] = "object"
-    del found["description"]
+    found.pop("description", None)
     for name, field in model.model_fields.items():
         for mark in field.metadata:
             if isinstance(mark, ComponentRef):
