@@ -49,7 +49,7 @@ VERBS: dict[str, tuple[str, str]] = {
     ),
     "rescore": ("rollhook.cli.rescore:rescore", "Run the verifiers of a run again, without a model."),
     "sandboxes": ("rollhook.cli.sandboxes:app", "List and reap the sandboxes of runs."),
-    "doctor": ("rollhook.cli.doctor:doctor", "Say what works on this machine, and how to get what does not."),
+    "doctor": ("rollhook.cli.doctor:doctor", "Say what works on this machine, or how a run stands."),
     "drive": (
         "rollhook.cli.run:drive",
         "Drive the next attempt of a run that a launcher has set up (internal).",
