@@ -18,6 +18,7 @@ from rollhook.recipe.interpolate import Resolved, resolve
 from rollhook.recipe.problem import Problem, RecipeError
 from rollhook.recipe.schema import Recipe
 from rollhook.recipe.sources import Sources, gather, point_needs
+from rollhook.recipe.start import resolve_start
 from rollhook.recipe.tree import Origin, Tree
 from rollhook.recipe.validate import validate
 
@@ -170,8 +171,9 @@ def _finish(
 ) -> Loaded:
     tree = sources.tree
     resolved = resolve(tree.data, needs_results, DEFAULTS)
+    absent = resolve_start(resolved)
     recipe, wrong = validate_core(resolved.data, resolved.unresolved)
-    found = [*resolved.problems, *wrong]
+    found = [*resolved.problems, *absent, *wrong]
     loaded = Loaded(
         validated=recipe,
         resolved=resolved.data,

@@ -81,7 +81,7 @@ def check_rules(composition: Composition) -> list[Problem]:
 def missing_parts(c: Composition) -> Iterator[Problem]:
     """Parts that others need."""
     r = c.recipe
-    if c.trains and r.model is None:
+    if c.trains and r.model is None and not c.has_weights:
         yield Problem(
             "model",
             "is missing: a trainer needs a policy",
@@ -158,6 +158,11 @@ def no_effect(c: Composition) -> Iterator[Problem]:
         reason = "with rollout.max_staleness 0 no group is made beyond the next batch"
         yield from _idle(c, ["rollout.buffer_groups"], c.layer("rollout.max_staleness"), reason)
     yield from _idle(c, ["gateway.public_url"], -1, "in this version no agent works in a sandbox elsewhere")
+    if r.checkpoint.load_from is not None:
+        chosen = c.layer("checkpoint.load_from")
+        yield from _idle(
+            c, ["model.path", "model.init"], chosen, "checkpoint.load_from says where weights are"
+        )
     if len(r.environment) == 1:
         yield from _idle(c, ["environment.weight"], -1, "there is one environment")
     agent = c.part("agent")

@@ -188,9 +188,13 @@ class Checkpoint(_Section):
 
     every: Annotated[PositiveInt, Field(description="steps between checkpoints")] = 1
     keep: Annotated[PositiveInt, Field(description="newest checkpoints to keep")] = 2
-    load_from: Annotated[str | None, Field(description="weights to start from: a checkpoint directory")] = (
-        None
-    )
+    load_from: Annotated[
+        str | None,
+        Field(
+            description="weights to start from: a checkpoint's directory, or a run (its id or directory), "
+            "which means its newest checkpoint"
+        ),
+    ] = None
 
 
 class Storage(_Section):
