@@ -123,6 +123,17 @@ async def test_environments_share_a_batch_by_weight_and_are_evaluated_apart(star
     assert sorted(d["episode_id"] for e, d in started.attempt.events if e == "episode_started") == sorted(ids)
 
 
+async def test_groups_are_made_again_after_an_evaluation_that_failed(started):
+    def broken(what, total):
+        raise RuntimeError("no evaluation today")
+
+    await started.rollouts.batch()
+    with pytest.raises(RuntimeError, match="no evaluation today"):
+        await started.rollouts.evaluate(1, broken)
+    await started.rollouts.update(started.model, 2, 1)
+    assert len((await started.rollouts.batch()).groups) == 4
+
+
 async def test_a_run_says_how_its_sandboxes_are_made(started):
     assert started.rollouts.descriptions["sandbox"] == "mode fake, limits none"
 

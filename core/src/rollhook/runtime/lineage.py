@@ -18,13 +18,13 @@ from rollhook.rundir import RunDir
 class Lineage:
     """What the journals say, in the order of the attempts.
 
-    `bases`: attempt -> the step it went on from. `versions`: weight version -> optimizer steps in it;
+    `bases`: attempt -> the step it went on from, if it came that far. `versions`: weight version -> optimizer steps in it;
     `newest_version` is the highest number ever published, dead ones included. `prompts`: group id -> the
     drawn prompt. `batches` by step. `next_step` is the first nominal step that was not drawn, `draw` the
     state of the draws before it.
     """
 
-    bases: dict[int, int] = field(default_factory=dict)
+    bases: dict[int, int] = field(default_factory=lambda: {1: 0})
     versions: dict[int, int] = field(default_factory=dict)
     newest_version: int = 0
     prompts: dict[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -38,7 +38,6 @@ class Lineage:
         """Read every attempt's journal. Blocks on the disk; JournalError when one is damaged."""
         lineage = cls()
         for attempt in run.attempts():
-            lineage.bases.setdefault(attempt.number, 0 if attempt.number == 1 else lineage.newest_base)
             if attempt.journal_path.exists():
                 for entry in journal.read(attempt.journal_path):
                     lineage._take(attempt.number, entry)
@@ -46,8 +45,8 @@ class Lineage:
 
     @property
     def newest_base(self) -> int:
-        """The base of the newest attempt; 0 before the first."""
-        return self.bases[max(self.bases)] if self.bases else 0
+        """The base of the newest attempt that went on."""
+        return self.bases[max(self.bases)]
 
     @property
     def consumed(self) -> set[str]:
