@@ -18,10 +18,10 @@ from rollhook.rundir import RunDir
 class Lineage:
     """What the journals say, in the order of the attempts.
 
-    `bases`: attempt -> the step it went on from, if it came that far. `versions`: weight version -> optimizer steps in it;
-    `newest_version` is the highest number ever published, dead ones included. `prompts`: group id -> the
-    drawn prompt. `batches` by step. `next_step` is the first nominal step that was not drawn, `draw` the
-    state of the draws before it.
+    `bases`: attempt -> the step it went on from, if it came that far. `versions`: weight version -> optimizer
+    steps in it; `newest_version` is the highest number ever published, dead ones included. `prompts`: group
+    id -> the drawn prompt. `batches` by step. `next_step` is the first nominal step that was not drawn, `draw`
+    the state of the draws before it.
     """
 
     bases: dict[int, int] = field(default_factory=lambda: {1: 0})
