@@ -5,15 +5,17 @@ from __future__ import annotations
 from contextlib import AsyncExitStack
 
 from rollhook.engine.messages import MessageEngine
+from rollhook.plugins import Plugins
+from rollhook.recipe.schema import Recipe
 from rollhook.runtime.parts import Parts
 from rollhook.runtime.seeds import derive
 from rollhook.session import MessagePolicy
 
 
-def asks_endpoint(parts: Parts) -> bool:
+def asks_endpoint(recipe: Recipe, plugins: Plugins) -> bool:
     """Return whether the recipe's engine takes messages, so that `open_endpoint` opens the policy."""
-    use = parts.recipe.engine
-    return use is not None and not parts.plugins.load_class("engine", use.use).gives_tokens
+    use = recipe.engine
+    return use is not None and not plugins.load_class("engine", use.use).gives_tokens
 
 
 async def open_endpoint(parts: Parts, stack: AsyncExitStack) -> MessagePolicy:

@@ -14,6 +14,7 @@ from rollhook.recipe.check import compose
 from rollhook.recipe.lock import digest, write_lock
 from rollhook.recipe.match import ALL
 from rollhook.rundir import RunDir
+from rollhook.runtime.endpoint import asks_endpoint
 from rollhook.runtime.model import is_path, local_model
 from rollhook.runtime.results import NAME as RESULT
 from rollhook.runtime.results import finished_run
@@ -45,6 +46,9 @@ def checkpoint_of(reference: str) -> Path:
 def checked(source: str, overrides: Sequence[str]) -> tuple[Loaded, Plugins]:
     """Return a recipe that can be evaluated here. Raises RecipeError with all that is wrong with it."""
     loaded, plugins = compose(source, overrides, evaluating=True)
+    recipe = loaded.recipe
+    if recipe.checkpoint.load_from is not None or asks_endpoint(recipe, plugins):
+        return loaded, plugins  # with weights from elsewhere, or none, nothing is needed
     if results := _results_of_needs(loaded):
         loaded, plugins = compose(source, overrides, needs_results=results, evaluating=True)
     return loaded, plugins
@@ -81,13 +85,8 @@ def weights(recipe: Recipe, plugins: Plugins) -> Path:
 
 
 def _results_of_needs(loaded: Loaded) -> dict[str, dict[str, Any]]:
-    """Return the results of the finished runs that a recipe needs; none are run, for that trains.
-
-    Nothing is needed where other weights are given.
-    """
+    """Return the results of the finished runs that a recipe needs; none are run, for that trains."""
     recipe, results = loaded.recipe, {}
-    if recipe.checkpoint.load_from is not None:
-        return {}
     root = Path(recipe.storage.root).expanduser().resolve()
     for alias, need in recipe.needs.items():
         needed, plugins = compose(need.recipe, [*need.overrides, f"storage.root={json.dumps(str(root))}"])

@@ -99,6 +99,7 @@ class _Evaluation:
         sampling = loaded.recipe.rollout.sampling
         self._sampling = SamplingParams(sampling.temperature, sampling.top_p, sampling.top_k)
         self._mode = mode_of(self._sampling)
+        self._endpoint = asks_endpoint(loaded.recipe, plugins)
 
     async def run(self) -> Scores:
         """Run the episodes that are missing, then count all."""
@@ -168,7 +169,7 @@ class _Evaluation:
         """Bring up the engine; Ray is started only for one that needs processes of ours."""
         if self._recipe.engine is None:
             return
-        if asks_endpoint(parts):
+        if self._endpoint:
             await rollouts.use(await open_endpoint(parts, stack))
             return
         model_dir = await asyncio.to_thread(weights, self._recipe, self._plugins)
@@ -244,6 +245,7 @@ class _Evaluation:
     def _count(self, wanted: Collection[int], records: Sequence[EpisodeRecord]) -> Scores:
         """Count the records of the wanted trials, of this attempt and of earlier ones."""
         plain = complete(self._loaded, self._plugins)
+        path = plain["checkpoint"]["load_from"] or (plain["model"] or {}).get("path")
         tasks = score((record.seed, record) for record in records if record.seed in wanted)
         scores = Scores(self._attempt.run.run_id, self._mode, tasks, conditions(plain, self._mode))
         if not scores.samples:
@@ -251,7 +253,7 @@ class _Evaluation:
         scores.about = {
             "recipe": self._recipe.name,
             "digest": digest(self._loaded, self._plugins),
-            "model": plain["checkpoint"]["load_from"] or (plain["model"] or {}).get("path"),
+            "model": None if self._endpoint else path,
             "engine": plain["engine"],
             "seed": self._recipe.seed,
         }
