@@ -12,9 +12,11 @@ from types import ModuleType
 
 import pytest
 import yaml
+from click.testing import CliRunner
+from typer.main import get_command
 
 from rollhook import hookspecs
-from rollhook.cli.main import VERBS
+from rollhook.cli.main import VERBS, app
 from rollhook.installed import installed
 from rollhook.recipe.check import check_recipe
 from rollhook.recipe.schema import Recipe
@@ -93,7 +95,9 @@ def test_every_environment_variable_is_described() -> None:
 def test_the_verbs_in_help_are_those_in_the_reference() -> None:
     reference = (DOCS / "reference/commands.md").read_text()
     documented = re.findall(r"^## rollhook (\w+)$", reference, re.MULTILINE)
-    assert documented == list(VERBS)
+    shown = CliRunner().invoke(get_command(app), ["--help"]).output
+    listed = re.findall(r"^  (\w+) ", shown.partition("Commands:")[2], re.MULTILINE)
+    assert documented == list(VERBS) == listed
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
