@@ -181,19 +181,16 @@ def test_an_endpoint_needs_neither_weights_nor_ray(root, site):
     assert records(root)[0].messages[-1]["content"] == "man"
 
 
-def test_greedy_and_a_checkpoint_are_in_the_lock(root, evaluate):
-    weights = root / "other"
+def test_other_weights_are_evaluated_greedily_and_those_of_the_recipe_need_not_be_there(root, evaluate):
     recipe = evaluating.write_recipe(root)
-    (root / "model").rename(weights)
-    code, out, err = evaluate(recipe, "--checkpoint", weights, "--greedy", "--run-id", "e", "--json")
-    assert code == 2
-    assert "model.path" in err
+    (root / "model").rename(root / "other")
     code, out, err = evaluate(
-        recipe, "~model.path", "--checkpoint", weights, "--greedy", "--run-id", "e", "--json"
+        recipe, "--checkpoint", root / "other", "--greedy", "--samples", 1, "--run-id", "e", "--json"
     )
     assert code == 0, err
     found = json.loads(out)
-    assert (found["mode"], found["model"]) == ("greedy", str(weights))
+    assert (found["mode"], found["model"]) == ("greedy", str(root / "other"))
+    assert found["conditions"]["sampling"] == {"temperature": 0}
 
 
 @pytest.mark.parametrize(

@@ -150,14 +150,12 @@ def _overrides(
     split: str | None, episodes: int | None, samples: int | None, greedy: bool, checkpoint: str | None
 ) -> list[str]:
     """Return the options as overrides of the recipe, so that its lock has them."""
-    from rollhook.runtime.eval_setup import checkpoint_of
-
     values: dict[str, object] = {
         "evaluation.split": split,
         "evaluation.episodes": episodes,
         "evaluation.samples": samples,
         "rollout.sampling.temperature": 0 if greedy else None,
-        "checkpoint.load_from": str(checkpoint_of(checkpoint)) if checkpoint else None,
+        "checkpoint.load_from": checkpoint,
     }
     return [f"{key}={dumps(value)}" for key, value in values.items() if value is not None]
 

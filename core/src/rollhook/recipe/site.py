@@ -42,6 +42,8 @@ def _files(c: Composition) -> Iterator[Problem]:
             continue
         if c.asks_endpoint and key.startswith("model."):
             continue
+        if key == "model.path" and c.recipe.checkpoint.load_from is not None:
+            continue  # nothing is read from there
         if (key == "model.path" and is_hub_name(name)) or Path(name).expanduser().exists():
             continue
         yield _site(key, f"{name!r} does not exist here")

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollhook.checkpoints import MARKER, CheckpointStore
 from rollhook.durable import write_atomic
 from rollhook.errors import RunError, UsageError
 from rollhook.recipe.check import compose
@@ -24,23 +23,6 @@ if TYPE_CHECKING:
     from rollhook.recipe.load import Loaded
     from rollhook.recipe.schema import Recipe
     from rollhook.runtime.progress import Display
-
-
-def checkpoint_of(reference: str) -> Path:
-    """Return the directory of weights that a path names, or a run id: that run's newest checkpoint.
-
-    Raises RunError when there is none.
-    """
-    path = Path(reference).expanduser()
-    if path.is_dir() and not (path / "attempts").is_dir():
-        if not (path / MARKER).is_file() and not (path / "config.json").is_file():
-            raise RunError(f"{reference} is neither a checkpoint nor a directory of weights")
-        return path.resolve()
-    run = RunDir.find(reference)
-    newest = CheckpointStore(run.checkpoints).newest()
-    if newest is None:
-        raise RunError(f"run {run.run_id} has no checkpoint")
-    return newest.path
 
 
 def checked(source: str, overrides: Sequence[str]) -> tuple[Loaded, Plugins]:
