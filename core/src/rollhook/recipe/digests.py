@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +37,8 @@ def digest_files(path: Path) -> str | None:
     None where there is nothing. Hidden files do not count. Digests of large files are kept in the user's
     cache and taken from there while size and time of the file stay the same.
     """
+    from concurrent.futures import ThreadPoolExecutor
+
     files = {"": path} if path.is_file() else dict(_files(path))
     kept = _Kept(packs.cache_directory() / "digests.json")
     try:
