@@ -21,6 +21,7 @@ OFFLINE = {
     "DO_NOT_TRACK": "1",
 }
 HOME = pytest.StashKey[Path]()
+collect_ignore = ["tests/strangers"]  # they are tested as strangers are: installed, see tests/test_wheels.py
 
 
 def pytest_configure(config: pytest.Config) -> None:
