@@ -122,8 +122,9 @@ class OpenAIEngine(MessageEngine):
         except TimeoutError:
             raise BusyError(f"{self._url} did not answer within {seconds:g} s") from None
         except aiohttp.ClientConnectorError as error:
+            reason = self._why(error.os_error)
             raise BusyError(
-                f"{self._url} cannot be reached ({self._why(error)}); is it up, and is engine.base_url right?"
+                f"{self._url} cannot be reached ({reason}); is it up, and is engine.base_url right?"
             ) from None
         except (aiohttp.ClientError, OSError) as error:
             raise BusyError(f"{self._url} broke off the connection ({self._why(error)})") from None
