@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,23 @@ def test_a_commit_is_read_back(tmp_path: Path) -> None:
     assert made.extra == {"draw": [1, 2]}
     assert (made.path / "model" / "model.safetensors").read_text() == "weights"
     assert json.loads((made.path / "checkpoint.json").read_text())["schema"] == 1
+
+
+def test_a_marker_that_was_copied_along_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(tmp_path)
+    first = committed(store, 1)
+    path = save(store, 2)
+    shutil.copy(first.path / "checkpoint.json", path)
+
+    def crash(path: Path, data: bytes) -> None:
+        raise Crash
+
+    monkeypatch.setattr(checkpoints, "write_atomic", crash)
+    with pytest.raises(Crash):
+        store.commit(path, 2, 12, [], 102)
+    assert CheckpointStore(tmp_path).newest() == first
 
 
 def test_the_newest_is_the_highest_committed_step(tmp_path: Path) -> None:

@@ -69,6 +69,7 @@ class WeightStore:
     def commit(self, path: Path, version: int) -> None:
         """Make every byte of `path` durable, then mark it complete. Blocks; call it off the loop."""
         try:
+            (path / MARKER).unlink(missing_ok=True)  # a trainer may copy all that it was set up from
             fsync_tree(path)
             fsync_directory(self.directory)
             fail("weights.before_marker")
