@@ -5,11 +5,15 @@ import importlib
 import json
 import random
 import shutil
+from contextlib import asynccontextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import yaml
 
 from rollhook.checkpoints import CheckpointStore
+from rollhook.cli.main import main
 from rollhook.component import BuildContext, Component, Config
 from rollhook.episode_store import EpisodeStore
 from rollhook.errors import RunError, UsageError
@@ -23,6 +27,7 @@ from rollhook.runtime.recorded import step_range
 from rollhook.runtime.replay import Replay, differing
 from rollhook.runtime.seeds import derive
 from rollhook.runtime.training import Training
+from rollhook.testing.distributions import write_distribution
 from rollhook.testing.trainer import FakeTrainer, batch
 
 SEED = 5
@@ -340,6 +345,73 @@ def test_numbers_are_compared_relatively_and_not_a_number_with_not_a_number():
     assert differing({"a": None}, {"a": None}, 1e-6) == []
     assert differing({"a": None}, {"a": 1.0}, 1e-6) == ["a"]
     assert differing({"a": 1.0}, {"b": 1.0}, 1e-6) == ["a", "b"]
+
+
+PLUGIN = """
+from rollhook import Component, Config, hookimpl
+
+@hookimpl
+def rollhook_trainers():
+    return [Component("fake", Config, "rollhook.testing.trainer:FakeTrainer", "for tests")]
+"""
+
+
+@asynccontextmanager
+async def fake_cluster(scratch, display):
+    yield FakeCluster(), SimpleNamespace(drain=asyncio.Event())
+
+
+@pytest.fixture
+def verb(site, tmp_path, monkeypatch):
+    """`rollhook replay demo` with trainer `fake` installed and no Ray; returns its exit code."""
+    names = {"trainer.fake": "fake_trainer_plugin"}
+    modules = {"fake_trainer_plugin": PLUGIN}
+    write_distribution(site, "rollhook-fake", entry_points=names, modules=modules, requires=["rollhook>=0.1"])
+    monkeypatch.setattr("rollhook.runtime.launch.own_cluster", fake_cluster)
+
+    def call(made, *words):
+        lock = {"lock": 1, "recipe": made.recipe.model_dump(mode="json")}
+        made.run.lock_path.write_text(yaml.safe_dump(lock))
+        with pytest.raises(SystemExit) as ended:
+            main(["replay", "demo", "--root", str(tmp_path / "replays"), *words])
+        return ended.value.code
+
+    return call
+
+
+def test_the_verb_shows_the_losses_and_leaves_a_run_of_its_own(recording, verb, tmp_path, capsys):
+    made = trained(recording, 3)
+    assert verb(made, "--run-id", "again") == 0
+    said = capsys.readouterr()
+    head, *rows = said.out.splitlines()
+    assert head.split("  ")[0] == "step"
+    assert [row.split()[0] for row in rows] == ["1", "2", "3"]
+    assert "3 of 3 steps gave the recorded numbers, within 1e-06" in said.err
+    own = tmp_path / "replays/again"
+    assert len((own / "replay.jsonl").read_bytes().splitlines()) == 3
+    assert json.loads((own / "attempts/1/status.json").read_bytes())["status"] == "succeeded"
+
+
+def test_the_verb_fails_where_a_number_differs(recording, verb, capsys):
+    made = trained(recording, 3)
+    text = made.run.metrics_path.read_text()
+    made.run.metrics_path.write_text(text.replace('"train/tokens":', '"train/tokens":9', 1))
+    assert verb(made, "--json") == 1
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    assert (found["same"], found["run_id"]) == (False, "demo")
+    assert [step["differs"] for step in found["steps"]] == [["train/tokens"], [], []]
+    assert (
+        "2 of 3 steps gave the recorded numbers, within 1e-06; the first that did not is step 1" in said.err
+    )
+
+
+def test_what_cannot_be_replayed_is_said_before_a_directory_is_made(recording, verb, tmp_path, capsys):
+    made = trained(recording, 3, keep=1)
+    assert verb(made, "--steps", "3") == 1
+    assert "it can start at step 1" in capsys.readouterr().err
+    assert verb(made, "--steps", "5") == 2
+    assert not (tmp_path / "replays").exists()
 
 
 @pytest.mark.parametrize(("text", "found"), [(None, (1, 9)), ("3", (3, 3)), ("2-4", (2, 4)), ("9-9", (9, 9))])

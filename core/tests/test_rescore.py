@@ -5,9 +5,11 @@ import hashlib
 
 import orjson
 import pytest
+import yaml
 
 from rollhook.agent import Agent, StopReason
 from rollhook.budgets import AgentClock
+from rollhook.cli.main import main
 from rollhook.environment import Box, Environment, Episode, Observation, Phase, Task, Verdict
 from rollhook.episode_store import EpisodeStore
 from rollhook.errors import AgentError, BudgetExceeded, UsageError
@@ -19,6 +21,7 @@ from rollhook.runtime.parts import Parts
 from rollhook.runtime.recorded_session import RecordedSession, compare
 from rollhook.runtime.rescore import RESULTS, Rescorer, Results, choose, counts
 from rollhook.sandbox import SandboxSpec
+from rollhook.testing.distributions import write_distribution
 from rollhook.testing.fakes_sandbox import FakeSandboxes
 
 PROMPT = "Write 7 to answer.txt."
@@ -60,9 +63,6 @@ class Writing(Environment):
     verifies_apart = False
     digests = {}
 
-    def __init__(self, context):
-        self.context = context
-
     def tasks(self, split=None):
         found = {"one": 1, "two": 2}
         tasks = [Task(n, self.digests.get(n, digest_of(n)), "train", "", {}, k) for n, k in found.items()]
@@ -74,9 +74,6 @@ class Writing(Environment):
 
 class Typist(Agent):
     """Types each reply into the sandbox until it says DONE."""
-
-    def __init__(self):
-        pass
 
     async def run(self, context):
         messages = list(context.observation.messages)
@@ -91,10 +88,14 @@ class Typist(Agent):
         return StopReason.MAX_TURNS
 
 
+class Boxes(FakeSandboxes):
+    def __init__(self, config, context):
+        super().__init__()
+
+
 class FakePlugins:
     def build(self, kind, name, keys, context):
-        made = {"environment": Writing, "agent": lambda _: Typist(), "sandbox": lambda _: FakeSandboxes()}
-        return made[kind](context)
+        return {"environment": Writing, "agent": Typist, "sandbox": Boxes}[kind](None, context)
 
 
 RECIPE = Recipe.model_validate(
@@ -272,6 +273,73 @@ def test_every_sandbox_is_given_back(run):
     text = (own.path / "attempts/1/journal.jsonl").read_text()
     assert text.count('"event":"lease"') == 1
     assert '"event":"lease_ended"' in text or '"event":"lease_released"' in text
+
+
+PLUGIN = """
+from rollhook import Component, Config, hookimpl
+
+@hookimpl
+def rollhook_environments():
+    return [Component("writing", Config, "test_rescore:Writing", "for tests")]
+
+@hookimpl
+def rollhook_agents():
+    return [Component("typist", Config, "test_rescore:Typist", "for tests")]
+
+@hookimpl
+def rollhook_sandboxes():
+    return [Component("fake", Config, "test_rescore:Boxes", "for tests")]
+"""
+
+
+@pytest.fixture
+def verb(site, run, monkeypatch):
+    """`rollhook rescore demo` with the components of this module installed; returns its exit code."""
+    names = dict.fromkeys(("environment.writing", "agent.typist", "sandbox.fake"), "rescore_plugin")
+    modules = {"rescore_plugin": PLUGIN}
+    write_distribution(site, "rollhook-fake", entry_points=names, modules=modules, requires=["rollhook>=0.1"])
+    run.lock_path.write_text(yaml.safe_dump({"lock": 1, "recipe": RECIPE.model_dump(mode="json")}))
+
+    def call(*words):
+        with pytest.raises(SystemExit) as ended:
+            main(["rescore", "demo", "--root", str(run.path.parent), *words])
+        return ended.value.code
+
+    return call
+
+
+def test_the_verb_lists_what_changed_and_fails_for_it(run, verb, capsys):
+    lucky = record("lucky", phase("echo 8 > answer.txt", "", "DONE"), 1.0)
+    recorded(run, record("right", RIGHT, 1.0), lucky)
+    assert verb("--run-id", "again", "--json") == 1
+    said = capsys.readouterr()
+    rows = [orjson.loads(line) for line in said.out.splitlines()]
+    assert [(row["episode_id"], row["old"], row["new"]) for row in rows] == [
+        ("right", 1.0, 1.0), ("lucky", 1.0, 0.0),
+    ]  # fmt: skip
+    assert "[1 -> 0] lucky of one" in said.err
+    assert "1 of 2 verdicts are the recorded ones; 0 went up and 1 down" in said.err
+    assert verb("--resume", "again") == 1
+    assert "2 episodes were scored before and are not run again" in capsys.readouterr().err
+    assert verb("--episode", "right") == 0
+    assert verb("--resume", "demo") == 2
+    assert "--resume demo: that run is no rescoring" in capsys.readouterr().err
+    assert run.attempts() == []
+
+
+def test_the_verb_takes_the_episodes_of_steps(run, verb, capsys):
+    recorded(run, record("right", RIGHT, 1.0), record("other", RIGHT, 1.0), record("lost", RIGHT, 0.0))
+    attempt = run.claim()
+    for step, trained in enumerate(("right", "lost")):
+        group = {"group_id": f"g-{trained}", "episodes": [trained]}
+        rejected = ["g-other"] if step == 0 else []
+        attempt.journal.append("batch", step=step, version=1, groups=[group], rejected=rejected)
+    attempt.finish("succeeded")
+    assert verb("--steps", "1", "--json") == 0
+    rows = [orjson.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["episode_id"] for row in rows] == ["right", "other"]
+    assert verb("--steps", "3") == 2
+    assert verb("--purpose", "oracle") == 2
 
 
 def session(messages, ended="done", **keys):

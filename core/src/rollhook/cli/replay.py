@@ -140,13 +140,20 @@ def _show(
     else:
         head = ("step", "groups", "recorded loss", "replayed loss", "difference", "differs in")
         output.table([head, *map(_cells, done)])
-    missing = sum(not step.recorded and bool(step.replayed) for step in done)
-    said = (
-        f"{len(differ)} of {len(done)} steps differ by more than {tolerance:g}, first step {differ[0].step}"
-        if differ
-        else f"All {len(done)} steps gave the recorded numbers, within {tolerance:g}"
-    )
-    display.say(said + (f"; the run left no row of {missing}" if missing else ""))
+    display.say(_summary(done, differ, tolerance))
+
+
+def _summary(done: Sequence[ReplayedStep], differ: Sequence[ReplayedStep], tolerance: float) -> str:
+    compared = sum(bool(step.recorded) for step in done)
+    idle = sum(not step.recorded and not step.replayed for step in done)
+    parts = [f"{compared - len(differ)} of {compared} steps gave the recorded numbers, within {tolerance:g}"]
+    if differ:
+        parts.append(f"the first that did not is step {differ[0].step}")
+    if idle:
+        parts.append(f"{idle} trained nothing")
+    if rowless := len(done) - compared - idle:
+        parts.append(f"the run left no numbers of {rowless}")
+    return "; ".join(parts)
 
 
 def _cells(step: ReplayedStep) -> tuple[str, ...]:

@@ -11,9 +11,9 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rollhook.rundir import Attempt, RunDir, Status
+    from rollhook.rundir import RunDir, Status
     from rollhook.runtime.progress import Display
-    from rollhook.runtime.rescore import Choice, Rescored, Results
+    from rollhook.runtime.rescore import Choice, Rescored, Rescorer, Results
 
 PURPOSES = ("train", "eval")
 
@@ -47,15 +47,21 @@ def rescore(  # noqa: PLR0913, PLR0917 - the options of a command
     a task whose content is another now is named and not scored. Exit code 0 when every verdict is the
     recorded one. Rows go to rescore.jsonl of a run directory of the rescoring's own.
     """
+    from rollhook import plugins
     from rollhook.errors import UsageError
     from rollhook.rundir import RunDir
     from rollhook.runtime.oracle import new_or_resumed
+    from rollhook.runtime.parts import Parts
     from rollhook.runtime.progress import Display
-    from rollhook.runtime.rescore import RESULTS, Results, choose
+    from rollhook.runtime.recorded import recorded_recipe
+    from rollhook.runtime.rescore import RESULTS, Rescorer, Results, choose
 
     if unknown := set(purpose or ()) - set(PURPOSES):
         raise UsageError(f"--purpose {min(unknown)}: write train or eval")
+    if resume is not None and not (RunDir.find(resume).path / RESULTS).is_file():
+        raise UsageError(f"--resume {resume}: that run is no rescoring (it has no {RESULTS})")
     recorded = RunDir.find(run)
+    recipe = recorded_recipe(recorded, "environment", "agent", "sandbox")
     choice = choose(
         recorded,
         purposes=purpose or PURPOSES,
@@ -68,8 +74,10 @@ def rescore(  # noqa: PLR0913, PLR0917 - the options of a command
     status: Status = "failed"
     try:
         results = Results(attempt.run.path / RESULTS, recorded)
+        parts = Parts(recipe, plugins.load([]), attempt.path, attempt.run.run_id, attempt.number)
+        rescorer = Rescorer(recorded, parts, attempt, changed_tasks=changed_tasks)
         with display.running():
-            asyncio.run(_rescore(recorded, attempt, choice, results, changed_tasks, concurrency, display))
+            asyncio.run(_rescore(rescorer, choice, results, concurrency, display))
         status = "succeeded"
     except (KeyboardInterrupt, asyncio.CancelledError):
         status = "stopped"
@@ -95,21 +103,8 @@ def _groups(run: RunDir, steps: str) -> set[str]:
 
 
 async def _rescore(
-    recorded: RunDir,
-    attempt: Attempt,
-    choice: Choice,
-    results: Results,
-    changed_tasks: bool,
-    concurrency: int,
-    display: Display,
+    rescorer: Rescorer, choice: Choice, results: Results, concurrency: int, display: Display
 ) -> None:
-    from rollhook import plugins
-    from rollhook.runtime.parts import Parts
-    from rollhook.runtime.recorded import recorded_recipe
-    from rollhook.runtime.rescore import Rescorer
-
-    recipe = recorded_recipe(recorded, "environment", "agent", "sandbox")
-    parts = Parts(recipe, plugins.load([]), attempt.path, attempt.run.run_id, attempt.number)
     todo = [each for each in choice.episode_ids if each not in results.kept]
     if len(todo) < len(choice.episode_ids):
         display.say(
@@ -123,7 +118,7 @@ async def _rescore(
             display.say(_line(row))
 
     try:
-        async with Rescorer(recorded, parts, attempt, changed_tasks=changed_tasks) as rescorer:
+        async with rescorer:
             display.begin("rescore", len(todo))
             await rescorer.run(todo, concurrency, finished)
             display.end()
