@@ -200,6 +200,18 @@ def test_a_torn_last_line_is_dropped_and_a_damaged_one_is_named(tmp_path: Path) 
         list(read_records(tmp_path))
 
 
+@pytest.mark.parametrize("row", [{"episode_id": "e"}, {"samples": []}, {"episode_id": "e", "samples": []}])
+def test_a_line_that_lacks_what_an_episode_has_is_named(tmp_path: Path, row: dict[str, Any]) -> None:
+    store = EpisodeStore(tmp_path)
+    store.append(record(), [])
+    store.close()
+    path = tmp_path / "00001.jsonl"
+    good = path.read_bytes()
+    path.write_bytes(good + orjson.dumps({"schema": 1, **row}) + b"\n" + good)
+    with pytest.raises(RunError, match=r"00001.jsonl, line 2: not a"):
+        list(read_records(tmp_path))
+
+
 def test_tokens_are_durable_before_their_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     replace, append = os.replace, episode_store._append

@@ -225,8 +225,12 @@ def read_records(directory: Path) -> Iterator[EpisodeRecord]:
     Raises RunError, with file and line, for a line that is damaged or of a later schema.
     """
     for path in _parts(directory):
-        for row in _rows(path):
-            yield _record(row)
+        for number, row in enumerate(_rows(path), start=1):
+            try:
+                record = _record(row)
+            except (KeyError, TypeError, ValueError) as error:
+                raise RunError(f"{path}, line {number}: not a whole episode ({error!r})") from error
+            yield record
 
 
 def locate(directory: Path) -> dict[str, Path]:
@@ -280,6 +284,8 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
         try:
             row = _loads(line)
             check_schema(row["schema"], SCHEMA_VERSION, path)
+            if not {"episode_id", "samples"} <= row.keys():
+                raise KeyError("it has no episode_id or no samples")
         except (ValueError, KeyError, TypeError) as error:
             if number == len(lines) - 1:
                 logger.warning("%s, line %d: torn by a crash, dropped", path, number)
