@@ -2,6 +2,7 @@
 
 import pytest
 import yaml
+from driving import Rig, chain
 
 from rollhook.checkpoints import CheckpointStore
 from rollhook.errors import RollhookError
@@ -10,6 +11,7 @@ from rollhook.recipe.load import read_recipe
 from rollhook.recipe.lock import lock_text
 from rollhook.recipe.start import find_weights
 from rollhook.rundir import RunDir
+from rollhook.runtime.lineage import Lineage
 
 TRAINS = """\
 extends: base.yaml
@@ -106,3 +108,20 @@ def test_model_path_beside_it_has_no_effect_unless_it_was_there_before(toys, run
     assert "has no effect: checkpoint.load_from says where weights are" in problem.message
     (toys / "goes-on.yaml").write_text(TRAINS.replace("NAME", "demo"))
     assert check_recipe("goes-on.yaml", site="none").problems == []
+
+
+async def test_a_run_that_starts_from_another_is_evaluated_before_its_first_step(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "one"))
+    first = Rig(tmp_path / "first", steps=2)
+    await first.drive()
+    weights = find_weights(str(first.run.path))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "two"))
+    second = Rig(
+        tmp_path / "second", steps=1, checkpoint={"load_from": str(weights)},
+        evaluation={"every": 5, "split": "heldout"},
+    )  # fmt: skip
+    result = await second.drive()
+    assert [evaluation.step for evaluation in result.evaluations] == [0, 1]
+    (batch,) = Lineage.read(second.run).batches.values()
+    trained = [episode for group in batch["groups"] for episode in group["episodes"]]
+    assert second.trained() == {"steps": 1, "digest": chain(first.trained()["digest"], 0, trained)}
