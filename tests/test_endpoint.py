@@ -26,9 +26,7 @@ agent: {use: shell, parse: strict}
 sandbox: {use: local, create_concurrency: 2}
 budgets: {turns: 3, max_seq_len: 2000, reply_tokens: 100}
 evaluation: {split: heldout}
-model: {path: /no/such/weights, context_length: 2000}
-engine: transformers
-trainer: {use: torch, algorithm: grpo}
+model: {path: /no/such/weights}
 """
 
 
