@@ -23,7 +23,7 @@ from rollhook.records import EpisodeRecord, Group, Outcome
 from rollhook.rundir import RunDir
 from rollhook.runtime.batch import permute_rewards
 from rollhook.runtime.parts import Parts
-from rollhook.runtime.recorded import step_range
+from rollhook.runtime.recorded import recorded_recipe, step_range
 from rollhook.runtime.replay import Replay, differing
 from rollhook.runtime.seeds import derive
 from rollhook.runtime.training import Training
@@ -411,6 +411,9 @@ def test_what_cannot_be_replayed_is_said_before_a_directory_is_made(recording, v
     assert verb(made, "--steps", "3") == 1
     assert "it can start at step 1" in capsys.readouterr().err
     assert verb(made, "--steps", "5") == 2
+    made.run.lock_path.unlink()
+    with pytest.raises(RunError, match=r"has no recipe\.lock\.yaml"):
+        recorded_recipe(made.run)
     assert not (tmp_path / "replays").exists()
 
 

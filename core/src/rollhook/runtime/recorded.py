@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rollhook.errors import UsageError
+from rollhook.errors import RunError, UsageError
 from rollhook.recipe.load import read_recipe
 from rollhook.recipe.problem import RecipeError
 
@@ -16,8 +16,11 @@ if TYPE_CHECKING:
 def recorded_recipe(run: RunDir, *sections: str) -> Recipe:
     """Return the recipe that a run's lock holds.
 
-    Raises RecipeError when these sections of it cannot be resolved here; the others are not judged.
+    Raises RunError when there is no lock, RecipeError when these sections of it cannot be resolved here; the
+    others are not judged.
     """
+    if not run.lock_path.is_file():
+        raise RunError(f"{run.path} has no {run.lock_path.name}, so nothing says what it trained or judged")
     loaded = read_recipe(run.lock_path)
     wrong = [problem for problem in loaded.problems if problem.key.split(".")[0] in sections]
     if wrong:
