@@ -2,19 +2,14 @@
 
 import asyncio
 import itertools
-from collections import Counter
 
 import pytest
 from driving import Rig, chain
 from dying import DIED
+from surviving import assert_survived, trained
 
-from rollhook import failpoints, journal
-from rollhook.checkpoints import CheckpointStore
-from rollhook.episode_store import read_records, read_samples
-from rollhook.metrics_file import read_metrics
+from rollhook import failpoints
 from rollhook.runtime.lineage import Lineage
-from rollhook.runtime.results import read_result
-from rollhook.testing.records import check_episodes
 
 STEPS = 4
 #: point -> the times at which it is died at, out of how often a run of so many steps reaches it
@@ -85,63 +80,11 @@ async def test_a_run_survives_deaths_in_a_row(tmp_path):
 
 
 def assert_whole(rig):
-    """The run on disk is as if nobody had died, but for what the dead attempts say of themselves."""
-    lineage = Lineage.read(rig.run)
-    batches = [lineage.batches[step] for step in range(STEPS)]
-    assert len(lineage.batches) == STEPS
-    assert_prompts(lineage, batches)
-    assert_weights(rig, batches)
-    assert_episodes(rig, batches)
-    assert sorted(each["step"] for each in lineage.evaluations) == [0, 2, 4]
-    surviving = lineage.surviving(read_metrics(rig.run.metrics_path))
-    rows = [row["step"] for row in surviving if "time/train" in row]
-    assert sorted(rows) == list(range(1, STEPS + 1))
-    assert_nothing_left(rig)
-
-
-def assert_prompts(lineage, batches):
-    """Each prompt that was ever drawn was taken once, to train on or to reject."""
-    taken = Counter()
-    for batch in batches:
-        taken.update(group["group_id"] for group in batch["groups"])
-        taken.update(batch["rejected"])
-    assert set(taken.values()) == {1}
-    assert set(taken) == set(lineage.prompts)
-
-
-def assert_weights(rig, batches):
-    """The trainer's state is that of the surviving batches in order; no number was published twice."""
+    """The run is whole, and its trainer's state is that of the surviving batches, in order."""
+    batches = assert_survived(rig.run, STEPS)
     digest = ""
     for step, batch in enumerate(batches):
-        ids = [episode for group in batch["groups"] for episode in group["episodes"]]
-        digest = chain(digest, step, ids)
+        digest = chain(digest, step, trained(batch))
     assert rig.trained() == {"steps": STEPS, "digest": digest}
-    versions = [entry.data["version"] for entry in events(rig) if entry.event == "published"]
-    assert versions == sorted(set(versions))
-
-
-def assert_episodes(rig, batches):
-    trained = [episode for batch in batches for group in batch["groups"] for episode in group["episodes"]]
-    assert len(set(trained)) == len(trained)
-    records = [record.episode_id for record in read_records(rig.run.episodes)]
-    assert len(set(records)) == len(records)
-    assert set(trained) <= set(records)
-    assert {sample.episode_id for sample in read_samples(rig.run.episodes, trained)} == set(trained)
-    assert check_episodes(rig.run.episodes) == []
-
-
-def assert_nothing_left(rig):
+    assert sorted(each["step"] for each in Lineage.read(rig.run).evaluations) == [0, 2, 4]
     assert rig.sandboxes() == []
-    assert list(rig.run.path.rglob(".*.tmp")) == []
-    # what the last attempt went on from is its trainer's model directory
-    base = f"{max(Lineage.read(rig.run).bases.values(), default=0):08d}"
-    kept = {"00000003", "00000004", base} - {"00000000"}
-    assert {checkpoint.path.name for checkpoint in CheckpointStore(rig.run.checkpoints).all()} == kept
-    assert read_result(rig.run.path).status == "succeeded"
-    assert rig.run.newest_attempt().status == "succeeded"
-
-
-def events(rig):
-    for attempt in rig.run.attempts():
-        if attempt.journal_path.exists():
-            yield from journal.read(attempt.journal_path)
