@@ -167,6 +167,7 @@ class Producer:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task})
+            self._task.cancelled() or self._task.exception()  # `batch` raised it, if anybody still asked
 
     # -- making groups
 
