@@ -36,6 +36,7 @@ class RecordedSession:
     def __init__(self, record: EpisodeRecord, *, turns: int, max_seq_len: int, clock: Clock | None) -> None:
         self.id = record.episode_id
         self.versions: tuple[int, int] | None = None
+        self.waits_for = ""
         self.stats = SessionStats()
         self.observed: Observed = "same"
         self.tokens_left = max_seq_len
