@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 import pytest
 import yaml
 from driving import Rig
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollhook import metric_names
@@ -311,6 +311,7 @@ def test_a_page_that_cannot_be_written_is_said_in_words(run: RunDir, tmp_path: P
         write_report(run, tmp_path / "absent/report.html")
 
 
+@settings(max_examples=50, deadline=None)
 @given(
     st.dictionaries(st.sampled_from(sorted(TIMINGS)), st.floats(0, 1e6), max_size=9),
 )
@@ -321,6 +322,7 @@ def test_the_parts_of_an_episode_add_up_to_its_time(timings: dict[str, float]) -
     assert sum(seconds_of(episode("e")).values()) == pytest.approx(18.0)
 
 
+@settings(max_examples=50, deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from("abcdef"), st.sampled_from([0.0, 0.5, 1.0])), max_size=30),
     st.integers(1, 4),
@@ -347,6 +349,7 @@ POINTS = st.lists(
 )
 
 
+@settings(max_examples=50, deadline=None)
 @given(POINTS)
 def test_charts_are_well_formed_and_stay_in_their_frame(points: list[tuple[int, float]]) -> None:
     points.sort()
@@ -367,6 +370,7 @@ def test_an_axis_is_round() -> None:
     assert charts.Steps.over([1, 40]).ticks() == [10, 20, 30, 40]
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.text(max_size=200), st.integers(10, 100))
 def test_cut_text_is_short_and_says_what_is_missing(text: str, limit: int) -> None:
     short = cut(text, limit)

@@ -194,7 +194,8 @@ def _charts(figures: Figures) -> Iterator[dict[str, Any]]:
         drawn = charts.stacked([row["step"] for row in with_any], stacks, OUTCOME_COLOURS)
         legend = [(kind, OUTCOME_COLOURS[kind]) for kind in kinds]
         yield {"title": "Outcomes", "svg": drawn, "legend": legend, "unit": "episodes of each step"}
-    if ages := points("staleness/max"):
+    ages = points("staleness/max")
+    if any(age for _, age in ages):
         lines = [
             charts.Series("oldest trained sample", ages, 1),
             charts.Series("mean", points("staleness/mean"), 0),
@@ -245,10 +246,16 @@ def _tables(figures: Figures, lock: Mapping[str, Any]) -> Iterator[dict[str, Any
     if families:
         several = len({environment for environment, _ in families}) > 1
         rows = [
-            [*([name[0]] if several else []), name[1] or "all", *_tally(tally), _heldout(figures, name)]
+            [
+                *([name[0]] if several else []),
+                name[1] or "all",
+                *_tally(tally),
+                *([_heldout(figures, name)] if figures.evaluations else []),
+            ]
             for name, tally in families.items()
         ]
-        yield _table("Families", [*(["environment"] if several else []), "family", *TALLY, "held-out"], rows)
+        head = [*(["environment"] if several else []), "family", *TALLY]
+        yield _table("Families", [*head, *(["held-out"] if figures.evaluations else [])], rows)
     if figures.tasks:
         troubled = sorted(
             figures.tasks.items(), key=lambda item: (-_trouble(item[1]), item[1].pass_rate or 0.0)
