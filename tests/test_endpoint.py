@@ -54,6 +54,7 @@ def evaluate(directory: Path, url: str, *more: str) -> subprocess.CompletedProce
     return subprocess.run(argv, cwd=directory, env=env, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.timeout(300)
 def test_a_recipe_is_evaluated_there_without_weights_or_ray_and_the_key_is_written_nowhere(
     url: str, tmp_path: Path
 ) -> None:

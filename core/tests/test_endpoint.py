@@ -17,15 +17,17 @@ from rollhook.session import MessagePolicy
 from rollhook.testing.environment import build_context
 from rollhook.testing.fake_environment import Sums
 
+COUNTED = Usage(12, 3)
+
 
 class Adder(MessageEngine):
     """Adds what it is asked to, in a reply of so many tokens; `wrong` is raised instead."""
 
     limits = RequestLimits(max_retries=1)
 
-    def __init__(self, reason="stop", wrong=None):
+    def __init__(self, reason="stop", wrong=None, usage=COUNTED):
         super().__init__(Config(), None)
-        self.reason, self.wrong = reason, wrong
+        self.reason, self.wrong, self.usage = reason, wrong, usage
 
     async def start(self):
         pass
@@ -37,7 +39,7 @@ class Adder(MessageEngine):
         if self.wrong:
             raise self.wrong
         numbers = map(int, re.findall(r"\d+", request.messages[-1]["content"]))
-        return Completion({"role": "assistant", "content": str(sum(numbers))}, self.reason, Usage(12, 3))
+        return Completion({"role": "assistant", "content": str(sum(numbers))}, self.reason, self.usage)
 
 
 class Asks(Agent):
@@ -76,7 +78,14 @@ async def test_an_evaluated_episode_has_a_record_and_no_samples(tmp_path):
     assert [each["content"] for each in record.messages][1:] == ["3"]
     assert (record.turns, record.prompt_tokens, record.completion_tokens) == (1, 12, 3)
     assert record.versions is None
+    assert record.warnings == []
     assert not result.samples
+
+
+async def test_a_record_says_that_nobody_counted_its_tokens(tmp_path):
+    record = (await episode(Adder(usage=None), tmp_path)).record
+    assert record.completion_tokens > 0
+    assert record.warnings == ["token counts are estimates: the endpoint reports no usage"]
 
 
 async def test_a_reply_that_was_cut_and_an_endpoint_that_fails_end_as_on_engines_of_ours(tmp_path):

@@ -17,6 +17,7 @@ from rollhook.messages import message
 from rollhook.recipe.schema import Budgets, Outcomes
 from rollhook.runtime.episode import EpisodeRequest, EpisodeRunner
 from rollhook.sandbox import SandboxSpec
+from rollhook.session.common import SessionStats
 
 TASK = Task("t1", "d1", "train", "sort", limits={"agent": 5.0, "verify": 0.5, "create": 0.5, "setup": 0.5})
 
@@ -52,7 +53,7 @@ class FakeSession:
     tokens_left: int = 100
 
     def __post_init__(self):
-        self.stats = SimpleNamespace(turns=0, prompt_tokens=3, completion_tokens=2, wait_seconds=0.1)
+        self.stats = SessionStats(prompt_tokens=3, completion_tokens=2, wait_seconds=0.1)
 
     async def chat(self, messages, *, tools=None):
         self.stats.turns += 1

@@ -63,9 +63,6 @@ class Scripted(MessageEngine):
     def limits(self):
         return self._limits
 
-    def describe(self):
-        return {"model": "scripted"}
-
     async def start(self):
         pass
 
@@ -176,8 +173,8 @@ async def test_a_conversation_that_outgrew_the_context_ends_in_length_and_one_th
 
 
 async def test_without_usage_tokens_are_estimated_and_the_reader_is_told(caplog):
-    policy, session = opened(Scripted(said("word " * 40, None), said("b", None)))
-    assert "tokens" not in policy.describe()
+    _, session = opened(Scripted(said("word " * 40, None), said("b", None)))
+    assert not session.stats.estimated
     with caplog.at_level(logging.WARNING):
         first = await session.chat([message("user", "x" * 400)])
         await session.chat([message("user", "x" * 400), first.message, NEXT])
@@ -185,7 +182,7 @@ async def test_without_usage_tokens_are_estimated_and_the_reader_is_told(caplog)
     assert 50 <= first.completion_tokens < 75
     assert session.tokens_left < 1000 - 150
     assert caplog.text.count("reports no usage") == 1
-    assert policy.describe() == {"model": "scripted", "tokens": "estimated, for the endpoint reports none"}
+    assert session.stats.estimated
 
 
 async def test_a_cut_reply_is_length_and_is_not_extended():

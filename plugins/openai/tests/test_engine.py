@@ -262,9 +262,10 @@ async def test_tools_go_and_calls_come_back(double, tmp_path):
 async def test_usage_may_be_absent(double, tmp_path):
     double.script({"usage": None, "content": "word " * 100})
     async with serving(double, tmp_path) as policy:
-        reply = await opened(policy).chat([USER])
-        assert reply.completion_tokens > 100
-        assert policy.describe()["tokens"].startswith("estimated")
+        session = opened(policy)
+        reply = await session.chat([USER])
+    assert reply.completion_tokens > 100
+    assert session.stats.estimated
 
 
 async def test_text_that_is_no_unicode_is_the_agents_fault(double, tmp_path):

@@ -98,7 +98,3 @@ class MessageEngine(ABC):
     @abstractmethod
     async def stop(self) -> None:
         """Disconnect; safe after a failed start and safe to call twice."""
-
-    def describe(self) -> dict[str, str]:
-        """Return what a reader of the results must know: which model, where."""
-        return {}

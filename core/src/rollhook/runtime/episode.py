@@ -347,6 +347,8 @@ class EpisodeRunner:
         stats = session.stats if session is not None else None
         if stats is not None:
             course.timings["wait/engine"] = stats.wait_seconds
+            if stats.estimated:
+                course.warnings.append("token counts are estimates: the endpoint reports no usage")
         record = EpisodeRecord(
             episode_id=request.episode_id,
             run_id=self.context.run_id,

@@ -42,7 +42,10 @@ class TurnConflictError(SessionError):
 
 @dataclass
 class SessionStats:
-    """Counts of committed turns, and where seconds went, failed tries included in the waiting."""
+    """Counts of committed turns, and where seconds went, failed tries included in the waiting.
+
+    `estimated`: tokens were not counted by anybody.
+    """
 
     turns: int = 0
     prompt_tokens: int = 0
@@ -52,6 +55,7 @@ class SessionStats:
     engine_seconds: float = 0.0
     wait_seconds: float = 0.0
     retries: int = 0
+    estimated: bool = False
 
 
 class Calls:

@@ -119,11 +119,6 @@ class MessagePolicy:
         """Forget a session."""
         self.sessions.pop(session.id, None)
 
-    def describe(self) -> dict[str, str]:
-        """Return what a reader of the results must know."""
-        estimated = {"tokens": "estimated, for the endpoint reports none"} if self._uncounted else {}
-        return {**self._engine.describe(), **estimated}
-
     async def close(self) -> None:
         """Close every session; safe to call twice."""
         for session in list(self.sessions.values()):

@@ -194,6 +194,7 @@ class MessageSession:
         stats.engine_seconds += answer.token_seconds
         stats.wait_seconds += answer.wait_seconds
         stats.retries += answer.tries - 1
+        stats.estimated |= answer.completion.usage is None
 
 
 def estimate(parts: Sequence[object]) -> int:

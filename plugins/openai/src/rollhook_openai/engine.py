@@ -51,10 +51,6 @@ class OpenAIEngine(MessageEngine):
         config = self.config
         return RequestLimits(config.max_concurrent_requests, config.max_retries, config.retry_seconds)
 
-    def describe(self) -> dict[str, str]:
-        """Return the model and where it is."""
-        return {"model": self.config.model, "endpoint": self._url}
-
     async def start(self) -> None:
         """Connect, and look for the model in the list that most endpoints have."""
         if self.config.api_key is not None:
