@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import Field, asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import orjson
 
 from rollhook.durable import cannot_write
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-    R = TypeVar("R", bound=DataclassInstance)
-else:
-    R = TypeVar("R")
-
 SCHEMA_VERSION = 1
+
+
+class Row(Protocol):
+    """An instance of any dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+
+R = TypeVar("R", bound=Row)
 
 
 class Rows(Generic[R]):
@@ -55,7 +57,7 @@ class Rows(Generic[R]):
         self._file.close()
 
 
-def _line(row: DataclassInstance) -> bytes:
+def _line(row: Row) -> bytes:
     return orjson.dumps({"schema": SCHEMA_VERSION, **asdict(row)}) + b"\n"
 
 
