@@ -421,7 +421,7 @@ async def test_a_driven_run_leaves_no_live_file_and_a_died_one_does(tmp_path: Pa
     found = diagnose(rig.run)
     assert found.state == "dead"
     assert found.live_seconds_ago is not None
-    assert found.way_on[0] == "rollhook run --resume rig"
+    assert found.way_on[0] == f"rollhook run --resume {rig.run.run_id}"
     await rig.drive()
     assert diagnose(rig.run).state == "succeeded"
     assert read_live(rig.run.path / "attempts/2") is None
