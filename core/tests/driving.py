@@ -26,6 +26,7 @@ from rollhook import Component, Config, hookimpl
 from rollhook.agent import Agent, StopReason
 from rollhook.checkpoints import CheckpointStore
 from rollhook.environment import Box, Environment, Episode, Observation, Phase, Task, Verdict
+from rollhook.errors import RollhookError
 from rollhook.installed import EntryInfo
 from rollhook.messages import message
 from rollhook.plugins import Plugins
@@ -93,6 +94,13 @@ class Rig:
         """Drive the next attempt in another process and return its exit code."""
         return elsewhere(failpoint, hit, _attempt, self.run.path, self.keys)
 
+    def trouble(self, function, *args):
+        """Drive the next attempt in another process, after a call there; return its last words."""
+        said = self.root / "said"
+        said.unlink(missing_ok=True)
+        assert elsewhere(None, 0, _attempt_in_trouble, self.run.path, self.keys, said, function, args) == 0
+        return said.read_text() if said.exists() else ""
+
     def trained(self):
         """Return the state of the trainer in the newest checkpoint: steps, and a chain over its batches."""
         newest = CheckpointStore(self.run.checkpoints).newest()
@@ -111,6 +119,14 @@ def chain(digest, step, episode_ids):
 
 def _attempt(path, keys):
     asyncio.run(_drive(path, keys, asyncio.Event()))
+
+
+def _attempt_in_trouble(path, keys, said, function, args):
+    function(*args)
+    try:
+        _attempt(path, keys)
+    except RollhookError as error:
+        said.write_text(str(error))
 
 
 async def _drive(path, keys, drain):
