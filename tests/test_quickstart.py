@@ -59,16 +59,27 @@ def wait_until_gone(tmp_path, seconds=20):
     return leftovers(tmp_path)
 
 
+@pytest.fixture(scope="module")
+def short_run(tmp_path_factory):
+    """The short quickstart, run once for all that look at what it left: its place, and how it ended."""
+    place = tmp_path_factory.mktemp("short")
+    root = f"storage.root={place / 'runs'}"
+    return place, in_place(place, "run", "quickstart", *SHORT, root, "--run-id", "q", "--json")
+
+
+def in_place(place, *words):
+    return subprocess.run(
+        command(*words),
+        cwd=place, env=environment(place), capture_output=True, text=True, timeout=800, check=False,
+    )  # fmt: skip
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_short_quickstart_learns_and_leaves_nothing(tmp_path):
+def test_the_short_quickstart_learns_and_leaves_nothing(short_run):
     """Invariant 3: every prompt has an owner on disk; and it learns."""
-    root = tmp_path / "runs"
-    done = subprocess.run(
-        command("run", "quickstart", *SHORT, f"storage.root={root}", "--run-id", "q", "--json"),
-        cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=800,
-        check=False,
-    )  # fmt: skip
+    place, done = short_run
+    root = place / "runs"
     assert done.returncode == 0, done.stderr[-4000:]
     result = read_result(root / "q")
     before, after = (e.total for e in result.evaluations if e.mode == "sampled")
@@ -79,11 +90,39 @@ def test_the_short_quickstart_learns_and_leaves_nothing(tmp_path):
     one_sandbox_per_episode(root / "q")
     every_prompt_has_an_owner(root / "q")
     the_metrics_are_those_of_the_table(root)
-    assert wait_until_gone(tmp_path) == []
+    assert wait_until_gone(place) == []
     for path in root.rglob("*"):
         if path.is_file():
             assert SENTINEL.encode() not in path.read_bytes(), path
     assert SENTINEL not in done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_its_replay_gives_the_same_numbers_without_engine_and_sandbox(short_run):
+    place, _ = short_run
+    done = in_place(place, "replay", "q", "--run-id", "again", "--json")
+    assert done.returncode == 0, done.stderr[-4000:]
+    steps = json.loads(done.stdout)["steps"]
+    assert [step["step"] for step in steps] == list(range(1, 15))
+    trained = [step for step in steps if step["groups"]]
+    assert len(trained) > 7
+    assert all(step["recorded"]["train/loss"] is not None for step in trained)
+    journal = [entry.event for entry in read(place / "runs/again/attempts/1/journal.jsonl")]
+    assert journal == ["journal"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_its_verdicts_are_the_same_when_the_commands_run_again(short_run):
+    place, _ = short_run
+    done = in_place(place, "rescore", "q", "--limit", "60", "--json")
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(rows) == 60
+    assert {row["purpose"] for row in rows} == {"train", "eval"}
+    assert {row["old"] for row in rows} == {0.0, 1.0}
+    assert wait_until_gone(place) == []
 
 
 def one_sandbox_per_episode(run):
