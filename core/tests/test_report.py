@@ -436,3 +436,9 @@ def test_the_verb_writes_the_page_or_prints_the_figures(
     assert Path(second).read_text() == (run.path / "report.html").read_text()
     assert json.loads(figures)["state"] == "stopped"
     assert json.loads(figures)["episodes"] == 1
+
+
+async def test_a_run_that_ends_leaves_its_page(tmp_path):
+    rig = Rig(tmp_path, steps=1)
+    await rig.drive()
+    assert "rig" in (rig.run.path / "report.html").read_text()

@@ -23,6 +23,7 @@ from rollhook.runtime.evaluate import Evaluation
 from rollhook.runtime.lineage import Lineage
 from rollhook.runtime.parts import Parts
 from rollhook.runtime.progress import Display
+from rollhook.runtime.report import write_report
 from rollhook.runtime.results import RunResult, evaluation_data, read_evaluation
 from rollhook.runtime.training import Training, trains_on_episodes
 from rollhook.runtime.watchdog import Watchdog
@@ -89,6 +90,7 @@ class Driver:
         self.result.seconds = time.monotonic() - began
         try:
             self._conclude(attempt, status)
+            await asyncio.to_thread(write_report, self.run_dir)
         except RunError as error:
             if failure is None:
                 raise
