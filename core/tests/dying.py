@@ -54,6 +54,12 @@ def replace_a_file(path):
     write_atomic(path, b"new" * 100)
 
 
+def replace_a_file_as_the_environment_says(path):
+    failpoints.arm_from_environment()
+    for _ in range(2):
+        replace_a_file(path)
+
+
 def commit_steps(directory):
     """Commit steps 1 and 2 and keep the newer."""
     store = CheckpointStore(directory)

@@ -198,6 +198,15 @@ async def test_a_sandbox_of_the_dead_is_found_and_reaped(tmp_path, point):
     assert not list(provider.glob("*"))
 
 
+@pytest.mark.parametrize(
+    ("text", "ends"), [("", 0), ("durable.before_write:2", DIED), ("metrics.after_row", 0)]
+)
+def test_the_environment_arms_a_point(tmp_path, monkeypatch, text, ends):
+    monkeypatch.setenv(failpoints.VARIABLE, text)
+    code = elsewhere(None, 0, dying.replace_a_file_as_the_environment_says, tmp_path / "file")
+    assert (code, (tmp_path / "file").read_bytes()) == (ends, b"new" * 100)
+
+
 def test_a_misspelt_point_is_named(monkeypatch):
     for text in ("journal.nowhere", "journal.before_write:0", "journal.before_write:x"):
         monkeypatch.setenv(failpoints.VARIABLE, text)
