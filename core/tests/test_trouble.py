@@ -5,13 +5,14 @@ import json
 
 import pytest
 import troubles
-from driving import Rig
+from driving import CountingTrainer, Rig
 from surviving import assert_survived
 
 from rollhook import journal
 from rollhook.checkpoints import CheckpointStore
 from rollhook.errors import RunError
 from rollhook.journal import JournalError
+from rollhook.runtime.rollouts import Rollouts
 
 STEPS = 3
 
@@ -80,6 +81,19 @@ async def test_damage_in_the_middle_of_a_journal_stops_the_next_attempt(rig):
     assert rig.run.newest_attempt().status == "failed"
 
 
+@pytest.mark.parametrize("kept", [0, 600])
+async def test_a_journal_that_lost_what_committed_steps_trained_stops_the_next_attempt(rig, kept):
+    """Else the prompts of those steps would be trained twice."""
+    await asyncio.to_thread(rig.die, "checkpoint.before_marker", 2)
+    path = rig.run.attempts()[0].journal_path
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(
+        RunError, match=r"rig-\d+ do not say what step 1 trained, .*start a new run"
+    ):
+        await rig.drive()
+    assert rig.trained()["steps"] == 1
+
+
 async def test_two_drivers_at_once(tmp_path):
     rig = Rig(tmp_path, steps=1000)
     first = asyncio.create_task(rig.drive())
@@ -98,9 +112,7 @@ async def test_two_drivers_at_once(tmp_path):
 async def test_a_driver_that_was_succeeded_stops_before_its_next_write(rig):
     driving = asyncio.create_task(rig.drive())
     await until(rig, "batch")
-    other = rig.run.path / "attempts/2"
-    other.mkdir()
-    (other / "owner.json").write_text(json.dumps({"host": "elsewhere", "pid": 7}))
+    succeed(rig)
     before = rig.run.attempts()[0].journal_path.read_bytes()
     with pytest.raises(RunError, match=r"attempt 2 of run .* was started by process 7 on elsewhere"):
         await driving
@@ -110,6 +122,41 @@ async def test_a_driver_that_was_succeeded_stops_before_its_next_write(rig):
     assert rig.run.attempts()[0].status is None
     assert CheckpointStore(rig.run.checkpoints).all() == []
     assert rig.sandboxes() == []
+
+
+@pytest.mark.parametrize(("owner", "method"), [(CountingTrainer, "save"), (Rollouts, "sandbox_stats")])
+async def test_a_driver_that_was_succeeded_while_it_stood_still_commits_nothing(
+    rig, owner, method, monkeypatch
+):
+    """Such as one that was stopped by a signal amid the commit of a step, or behind it."""
+    real = getattr(owner, method)
+
+    def stand_still(self, *args):
+        if not (rig.run.path / "attempts/2").exists():
+            succeed(rig)
+            written.update(files(rig.run))
+        return real(self, *args)
+
+    written = {}
+    monkeypatch.setattr(owner, method, stand_still)
+    with pytest.raises(RunError, match=r"attempt 2 of run .* was started by process 7 on elsewhere"):
+        await rig.drive()
+    assert files(rig.run) == written
+
+
+def files(run):
+    """Return what the attempts of a run share, beside the weights: metrics and committed steps."""
+    return {
+        "metrics": run.metrics_path.read_bytes(),
+        "steps": [checkpoint.step for checkpoint in CheckpointStore(run.checkpoints).all()],
+    }
+
+
+def succeed(rig):
+    """Claim the next attempt, as a driver elsewhere does."""
+    other = rig.run.path / "attempts/2"
+    other.mkdir()
+    (other / "owner.json").write_text(json.dumps({"host": "elsewhere", "pid": 7}))
 
 
 async def until(rig, event):

@@ -28,7 +28,8 @@ from rollhook.failpoints import fail
 logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
-_WAY_OUT = "restore the file, or start a new run from a checkpoint of this one (checkpoint.load_from)"
+#: what can be done about a journal that is damaged
+WAY_OUT = "restore the file, or start a new run from a checkpoint of this one (checkpoint.load_from)"
 _CRC_LENGTH = len(b',"crc":"00000000"}')
 
 
@@ -101,13 +102,13 @@ def _tail_or_damage(path: Path, data: bytes, offset: int, line: int, entry: Entr
     if entry is not None:
         raise JournalError(
             f"{path}, line {line}: entry {entry.seq} stands where {line} was due; lines are missing; "
-            f"{_WAY_OUT}",
+            f"{WAY_OUT}",
             line=line,
         )
     if any(decode(rest) is not None for rest in data[offset:].split(b"\n")):
         raise JournalError(
             f"{path}, line {line}: the checksum does not fit; the file was changed after it was written "
-            f"(entries before line {line} are good); {_WAY_OUT}",
+            f"(entries before line {line} are good); {WAY_OUT}",
             line=line,
         )
 

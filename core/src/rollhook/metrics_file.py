@@ -21,11 +21,19 @@ class MetricsWriter:
     """Appends rows `{schema, step, attempt, time, <metric>: value, ...}` to a file.
 
     A line is there wholly or not at all: what a crash cut off is removed when the file is opened again,
-    what a full disk cut off at once. Not a number is written as null.
+    what a full disk cut off at once. Not a number is written as null. `guard` is called before every row and
+    raises when this process may no longer write.
     """
 
-    def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        guard: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self.path = path
+        self._guard = guard
         self._clock = clock
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -35,10 +43,11 @@ class MetricsWriter:
             raise cannot_write(path, error) from error
 
     def write(self, step: int, attempt: int, metrics: Mapping[str, float]) -> None:
-        """Append one row; raises RunError when the disk is full or not writable, and the file is intact."""
+        """Append one row; raises RunError when it cannot be written, and the file is intact."""
         row: dict[str, Any] = {name: float(value) for name, value in metrics.items()}
         row |= {"schema": SCHEMA_VERSION, "step": step, "attempt": attempt, "time": self._clock()}
         line = to_json(row) + b"\n"
+        self._guard()
         fail("metrics.before_row")
         try:
             write_all(self._fd, line)

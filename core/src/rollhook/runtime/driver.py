@@ -138,7 +138,7 @@ class Driver:
     def _open_records(self, parts: Parts, attempt: Attempt, stack: AsyncExitStack) -> None:
         self.store = EpisodeStore(self.run_dir.episodes)
         stack.callback(self.store.close)
-        self.metrics = MetricsWriter(self.run_dir.metrics_path)
+        self.metrics = MetricsWriter(self.run_dir.metrics_path, guard=attempt.assert_newest)
         stack.callback(self.metrics.close)
         trackers = {
             use.use: parts.build("tracker", use, f"trackers.{use.use}") for use in self.recipe.trackers
@@ -180,6 +180,7 @@ class Driver:
     ) -> Rollouts | None:
         if not trains_on_episodes(parts):
             return None
+        self.lineage.assert_whole(self.run_dir, self.result.steps)
         from rollhook.runtime.rollouts import Rollouts
 
         rollouts = Rollouts(parts, attempt, self._finished)
@@ -309,11 +310,11 @@ class Driver:
     ) -> dict[str, float]:
         """Write a checkpoint; the step is committed when its marker is durable."""
         began = time.monotonic()
-        await asyncio.to_thread(attempt.assert_newest)
         await self.store.commit()
         path = await asyncio.to_thread(self.checkpoints.begin, done)
         await training.save(path)
         await attempt.journal.commit()
+        await asyncio.to_thread(attempt.assert_newest)
         made: Checkpoint = await asyncio.to_thread(
             self.checkpoints.commit,
             path,

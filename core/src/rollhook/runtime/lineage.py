@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from rollhook import journal
+from rollhook.errors import RunError
 from rollhook.rundir import RunDir
 
 
@@ -20,8 +21,8 @@ class Lineage:
 
     `bases`: attempt -> the step it went on from, if it came that far. `versions`: weight version -> optimizer
     steps in it; `newest_version` is the highest number ever published, dead ones included. `prompts`: group
-    id -> the drawn prompt. `batches` by step. `next_step` is the first nominal step that was not drawn, `draw`
-    the state of the draws before it.
+    id -> the drawn prompt. `batches` by step. `next_step` is the first nominal step that was not drawn,
+    `draw` the state of the draws before it.
     """
 
     bases: dict[int, int] = field(default_factory=lambda: {1: 0})
@@ -62,6 +63,15 @@ class Lineage:
         self.batches = {key: batch for key, batch in self.batches.items() if key < step}
         self.evaluations = [each for each in self.evaluations if each["step"] <= step]
         self.versions = {version: at for version, at in self.versions.items() if at <= step}
+
+    def assert_whole(self, run: RunDir, steps: int) -> None:
+        """Raise RunError where the journals do not say what each committed step trained: lines were lost."""
+        lost = [step for step in range(steps) if step not in self.batches]
+        if lost:
+            raise RunError(
+                f"the journals of run {run.run_id} do not say what step {lost[0] + 1} trained, which is "
+                f"committed: {run.path / 'attempts'} has lost lines or files; {journal.WAY_OUT}"
+            )
 
     def surviving(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
         """Yield the rows (with `attempt` and `step`, the steps done) that no later attempt supersedes."""
