@@ -338,6 +338,39 @@ async def test_a_group_that_became_stale_while_it_waited_does_not_train(held):
     assert [reason for _, reason in (await made.batch()).rejected] == ["stale"]
 
 
+@pytest.mark.parametrize("moments", range(8))
+async def test_weights_may_come_at_any_moment_of_a_groups_end(held, moments):
+    runner, make = held
+    made = make(9, max_staleness=0, batch_groups=1)
+    await runner.until(2)
+    for number, done in enumerate(runner.waiting.values()):
+        done.set_result((1, float(number)))
+    for _ in range(moments):
+        await asyncio.sleep(0)
+    made.published(2, 1)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    await runner.end(2)
+    async with asyncio.timeout(5):
+        batch = await made.batch()
+    assert [reason for _, reason in batch.rejected] in ([], ["stale"])
+    assert set(batch.staleness) <= {0.0}
+
+
+async def test_tokens_of_weights_that_some_engines_have_already_are_not_stale(held):
+    runner, make = held
+    made = make(9, max_staleness=1, batch_groups=1)
+    await runner.until(4)
+    await runner.end(1, *sorted(e for e in runner.waiting if "s00000" in e))
+    await made.batch()
+    made.publishing(2, 1)
+    await runner.end(2)  # an engine serves version 2 while another is still being started anew
+    made.published(2, 1)
+    batch = await made.batch()
+    assert ([group.group_id for group in batch.accepted], batch.staleness) == (["s00001-g000"], [0.0, 0.0])
+    assert not batch.accepted[0].discarded
+
+
 async def test_tokens_of_a_version_that_is_not_of_the_lineage_do_not_train(held):
     runner, make = held
     made = make(9, max_staleness=9, batch_groups=1)

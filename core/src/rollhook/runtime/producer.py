@@ -32,7 +32,10 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class _Making:
-    """A group in the making, or one that is given up (`doomed`); `tries` by place, `live` episode ids."""
+    """A group in the making, or one that is given up (`doomed`); `tries` by place, `live` episode ids.
+
+    `missing` are the places that no episode fills yet; once there are none, `tasks` takes no more.
+    """
 
     prompt: Prompt
     group: Group
@@ -139,9 +142,13 @@ class Producer:
         batch.in_flight = len(self._live.episodes)
         return batch
 
+    def publishing(self, version: int, step: int) -> None:
+        """Say that from now on engines may serve weights with `step` steps in them, one before the other."""
+        self._versions[version] = step
+
     def published(self, version: int, step: int) -> None:
-        """Say that the engines serve weights with `step` steps in them; what is too old for them now ends."""
-        before = max(self._versions, default=None)
+        """Say that all engines serve weights with `step` steps in them; what is too old for them now ends."""
+        before = max((known for known in self._versions if known < version), default=None)
         self._step = step
         self._versions[version] = step
         for making in list(self._making.values()):
@@ -212,7 +219,7 @@ class Producer:
         while True:
             async with self._slot(not self._by_group):
                 if making.doomed:
-                    return
+                    break
                 result = await self._episode(making, number)
             stale = any(self._too_old(sample.oldest_version) for sample in result.samples)
             if stale:
@@ -221,7 +228,8 @@ class Producer:
                 group.records.append(result.record)
                 group.samples.extend(result.samples)
             if not (stale or failed(result.record)) or not self._may_refill(group):
-                return
+                break
+        making.missing.remove(number)
 
     @contextlib.asynccontextmanager
     async def _slot(self, needed: bool) -> AsyncIterator[None]:
@@ -298,8 +306,9 @@ class Producer:
         for record in [record for record in group.records if record.episode_id in stale]:
             group.records.remove(record)
             group.discarded.append(record)
-            if tasks is not None and not making.doomed and self._may_refill(group):
-                tasks.create_task(self._fill(making, member(record.episode_id)))
+            if tasks is not None and making.missing and not making.doomed and self._may_refill(group):
+                making.missing.append(number := member(record.episode_id))
+                tasks.create_task(self._fill(making, number))
             else:
                 self._give_up(making)
 

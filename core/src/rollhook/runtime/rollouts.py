@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rollhook.agent import Agent
 from rollhook.durable import to_json, write_atomic
@@ -107,11 +107,11 @@ class Rollouts:
         self._stack.push_async_callback(self._engine.stop)
         try:
             async with asyncio.TaskGroup() as starting:
-                engines = starting.create_task(_listed(self._engine.start(placement, model_dir, version)))
+                engines = starting.create_task(self._engine.start(placement, model_dir, version))
                 rendering = starting.create_task(asyncio.to_thread(renderer, recipe.model, model_dir))
         except ExceptionGroup as errors:
             raise first_of(errors) from None
-        self._workers, rendered = engines.result(), rendering.result()
+        self._workers, rendered = list(engines.result()), rendering.result()
         self._weights = (model_dir, version)
         self._client = EngineClient()
         self._stack.push_async_callback(self._client.aclose)
@@ -226,6 +226,8 @@ class Rollouts:
         """Bring weights with `step` steps to every engine; one that fails is revived or leaves."""
         assert self._policy is not None
         self._weights = (path, version)
+        if self._producer is not None:
+            self._producer.publishing(version, step)
         failed = await self._policy.update_weights(path, version)
         for worker in {Worker(worker.url): None for worker in failed}:
             if not await self._revive(worker):
@@ -393,7 +395,3 @@ class Rollouts:
 def distinct(names: Sequence[str]) -> list[str]:
     """Return the names, the second of two equal ones as `name-2` and so on."""
     return [name if (n := names[:i].count(name)) == 0 else f"{name}-{n + 1}" for i, name in enumerate(names)]
-
-
-async def _listed(workers: Any) -> list[Worker]:
-    return list(await workers)
