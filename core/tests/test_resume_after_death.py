@@ -88,3 +88,11 @@ def assert_whole(rig):
     assert rig.trained() == {"steps": STEPS, "digest": digest}
     assert sorted(each["step"] for each in Lineage.read(rig.run).evaluations) == [0, 2, 4]
     assert rig.sandboxes() == []
+
+
+async def test_sandboxes_of_the_dead_are_reaped_where_nobody_has_indexed_the_run(tmp_path, monkeypatch):
+    rig = rig_of(tmp_path)
+    await asyncio.to_thread(rig.die, "sandbox.after_create", 2)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another machine"))
+    await rig.drive()
+    assert rig.sandboxes() == []

@@ -31,6 +31,7 @@ from rollhook.runtime.producer import Producer
 from rollhook.runtime.reuse import owned_prompts
 from rollhook.runtime.seeds import derive
 from rollhook.sandbox import SandboxBackend
+from rollhook.sandbox.lease import PREFIX
 from rollhook.sandbox.pool import SandboxPool
 from rollhook.sandbox.reap import reap
 from rollhook.session import Policy, PolicyClient
@@ -291,9 +292,10 @@ class Rollouts:
         return backend
 
     async def _reap(self, backend: SandboxBackend) -> None:
-        """Delete what earlier attempts of this run left."""
-        labels = {"rollhook.run": self._attempt.run.run_id}
-        report = await reap(backend, labels=labels, record=self._attempt.journal)
+        """Delete what earlier attempts of this run left, also where no index of runs knows it."""
+        run = self._attempt.run
+        labels = {PREFIX + "run": run.run_id}
+        report = await reap(backend, labels=labels, find=lambda _: run, record=self._attempt.journal)
         if report.deleted:
             logger.warning("%d sandboxes of earlier attempts were deleted", len(report.deleted))
 
