@@ -12,6 +12,7 @@ from rollhook import journal
 from rollhook.checkpoints import CheckpointStore
 from rollhook.errors import RunError
 from rollhook.journal import JournalError
+from rollhook.metrics_file import MetricsWriter
 from rollhook.runtime.rollouts import Rollouts
 
 STEPS = 3
@@ -87,11 +88,28 @@ async def test_a_journal_that_lost_what_committed_steps_trained_stops_the_next_a
     await asyncio.to_thread(rig.die, "checkpoint.before_marker", 2)
     path = rig.run.attempts()[0].journal_path
     path.write_bytes(path.read_bytes()[:kept])
-    with pytest.raises(
-        RunError, match=r"rig-\d+ do not say what step 1 trained, .*start a new run"
-    ):
+    with pytest.raises(RunError, match=r"rig-\d+ do not say what step 1 trained, .*start a new run"):
         await rig.drive()
     assert rig.trained()["steps"] == 1
+
+
+async def test_an_interrupt_between_two_steps_leaves_no_step_uncommitted(tmp_path, monkeypatch):
+    rig, drain, write = (
+        Rig(tmp_path, steps=STEPS, checkpoint={"every": STEPS}),
+        asyncio.Event(),
+        MetricsWriter.write,
+    )
+
+    def write_and_interrupt(self, *row):
+        write(self, *row)
+        drain.set()
+
+    monkeypatch.setattr(MetricsWriter, "write", write_and_interrupt)
+    result = await rig.drive(drain)
+    assert (result.status, result.steps) == ("stopped", 1)
+    assert rig.trained()["steps"] == 1
+    await rig.drive()
+    assert rig.trained()["steps"] == STEPS
 
 
 async def test_two_drivers_at_once(tmp_path):

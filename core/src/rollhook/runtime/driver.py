@@ -68,6 +68,7 @@ class Driver:
         self.drain = drain
         self.result = RunResult(run.run_id, "failed", digest)
         self._version = 0
+        self._committed = 0
         self._pending: list[str] = []
         self._in_use: list[Path] = []
         self._verdicts = VerdictWatch()
@@ -158,7 +159,7 @@ class Driver:
         self.lineage.cut(step)
         used = max(self.lineage.newest_version, base.version if base is not None else 0)
         self._version = used + 1
-        self.result.steps = step
+        self.result.steps = self._committed = step
         self.result.evaluations = [read_evaluation(data) for data in self.lineage.evaluations]
         if base is not None:
             self.result.checkpoint = str(base.path)
@@ -222,15 +223,18 @@ class Driver:
 
     async def _loop(self, training: Training, rollouts: Rollouts | None, attempt: Attempt) -> None:
         recipe, base = self.recipe, self.result.steps
+        metrics: dict[str, float] = {}
         if rollouts is not None:
             if self._evaluates(base) and all(each.step != base for each in self.result.evaluations):
                 await self._evaluate(rollouts, base)
             await rollouts.produce(base, self.lineage)
         for step in range(base, recipe.steps):
             if self.drain.is_set():
+                if self._committed < step:  # asked for when that step's commit had been decided
+                    await self._commit(training, attempt, step, metrics)
                 return
             began = time.monotonic()
-            metrics: dict[str, float] = {}
+            metrics = {}
             batch = Batch()
             if rollouts is not None:
                 self.display.begin(
@@ -329,6 +333,7 @@ class Driver:
         )
         await attempt.journal.commit()
         self._pending.clear()
+        self._committed = done
         self.result.checkpoint = str(made.path)
         await asyncio.to_thread(self.checkpoints.prune, self.recipe.checkpoint.keep, self._in_use)
         return {"time/checkpoint": time.monotonic() - began}
