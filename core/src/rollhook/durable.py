@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -77,7 +78,8 @@ def write_atomic(path: Path, data: bytes) -> None:
         fail("durable.after_rename")
         fsync_directory(path.parent)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a read-only file system refuses this too
+            temporary.unlink(missing_ok=True)
         raise cannot_write(path, error) from error
 
 

@@ -54,7 +54,8 @@ async def publishing(
     finally:
         over.set()
         await asyncio.wait({task})
-        await asyncio.to_thread(path.unlink, missing_ok=True)
+        with contextlib.suppress(OSError):  # where the disk fails, it stays as after a crash
+            await asyncio.to_thread(path.unlink, missing_ok=True)
 
 
 def _write(path: Path, data: dict[str, Any]) -> None:
