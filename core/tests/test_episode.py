@@ -303,3 +303,15 @@ async def test_a_cancelled_episode_releases_its_boxes_and_passes_the_cancellatio
     with pytest.raises(asyncio.CancelledError):
         await task
     assert log == ["create main", "release"]
+
+
+async def test_an_environment_that_never_leaves_does_not_hold_its_slot_for_ever(monkeypatch):
+    async def never(*args):
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(OneEpisode, "__aexit__", never)
+    async with asyncio.timeout(5):
+        result, log = await run(work=never, episode=0.1, slack=0.1, teardown=0.1)
+    assert log[-1] == "release"
+    assert result.record.outcome.kind == "infra_error"
+    assert result.record.fired == "episode"

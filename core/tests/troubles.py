@@ -25,7 +25,7 @@ def full_disk(size):
 
 
 def read_only(after):
-    """After so many files were opened for writing, nothing can be opened, made, renamed or removed any more."""
+    """After so many files were opened for writing, nothing can be opened, made or removed any more."""
     opened = itertools.count(1)
 
     def guarded(real, writes):

@@ -107,11 +107,7 @@ class EpisodeRunner:
             async with asyncio.timeout(limits.episode + self.budgets.slack):
                 await self._run(request, limits, session, clock, course)
         except TimeoutError:
-            course.fail(
-                "budget",
-                f"the episode took longer than {limits.episode:g} s and its slack",
-                "episode",
-            )
+            course.fail("budget", f"the episode took longer than {limits.episode:g} s and its slack", "episode")
         except asyncio.CancelledError:
             course.ended, course.outcome = "cancelled", Outcome("cancelled", cause=course.live.cancelled)
             task = asyncio.current_task()
@@ -201,7 +197,13 @@ class EpisodeRunner:
         try:
             yield
         finally:
-            await episode.__aexit__(None, None, None)
+            try:
+                async with asyncio.timeout(limits.teardown) as leaving:
+                    await episode.__aexit__(None, None, None)
+            except TimeoutError:
+                if not leaving.expired():
+                    raise
+                logger.warning("leaving an episode took longer than %g s; it is left as it is", limits.teardown)
 
     async def _phase(
         self,
