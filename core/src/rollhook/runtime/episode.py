@@ -107,7 +107,8 @@ class EpisodeRunner:
             async with asyncio.timeout(limits.episode + self.budgets.slack):
                 await self._run(request, limits, session, clock, course)
         except TimeoutError:
-            course.fail("budget", f"the episode took longer than {limits.episode:g} s and its slack", "episode")
+            cause = f"the episode took longer than {limits.episode:g} s and its slack"
+            course.fail("budget", cause, "episode")
         except asyncio.CancelledError:
             course.ended, course.outcome = "cancelled", Outcome("cancelled", cause=course.live.cancelled)
             task = asyncio.current_task()
@@ -203,7 +204,7 @@ class EpisodeRunner:
             except TimeoutError:
                 if not leaving.expired():
                     raise
-                logger.warning("leaving an episode took longer than %g s; it is left as it is", limits.teardown)
+                logger.warning("leaving an episode took longer than %g s and is given up", limits.teardown)
 
     async def _phase(
         self,
