@@ -2,8 +2,10 @@
 
 from collections import Counter
 
+import pytest
+
 from rollhook.environment import Task
-from rollhook.runtime.draw import Draw
+from rollhook.runtime.draw import Draw, share_out
 
 TASKS = [Task(f"{family}-{n}", f"{family}{n}", "train", family) for family in "abc" for n in range(10)]
 
@@ -46,3 +48,14 @@ def test_a_restored_draw_goes_on_as_the_saved_one_would_have():
         other = draw(how)
         other.load(one.state())
         assert one.take(9, 1) == other.take(9, 1)
+
+
+@pytest.mark.parametrize("count", [1, 2, 7])
+def test_environments_get_their_weight_however_small_a_batch_is(count):
+    drawn = [0, 0, 0]
+    for _ in range(100):
+        shares = share_out(count, [0.7, 0.2, 0.1], drawn)
+        assert sum(shares) == count
+        drawn = [n + share for n, share in zip(drawn, shares, strict=True)]
+        ideal = [weight * sum(drawn) for weight in (0.7, 0.2, 0.1)]
+        assert all(abs(n - due) <= 1 for n, due in zip(drawn, ideal, strict=True))

@@ -8,6 +8,7 @@ import pytest
 
 from rollhook.agent import Agent, StopReason
 from rollhook.component import BuildContext, Config
+from rollhook.errors import EngineError
 from rollhook.recipe.schema import Recipe
 from rollhook.router import RouterPolicy
 from rollhook.runtime.lineage import Lineage
@@ -159,6 +160,22 @@ async def test_episodes_go_on_with_the_engines_that_are_left(started):
     await started.engine.engines[0].stop()
     batch = await started.rollouts.batch()
     assert {record.outcome.kind for record in batch.records} == {"scored"}
+
+
+async def test_an_engine_that_does_not_start_anew_leaves_the_others_at_work(started):
+    async def revive(worker, model_dir, weight_version):
+        raise EngineError(f"{worker.url} does not start: its GPU is gone")
+
+    started.engine.revive = revive
+    weights = started.model.parent / "weights"
+    write_tokenizer(weights)
+    await started.engine.engines[0].stop()
+    await started.rollouts.batch()
+    await started.rollouts.update(weights, 2, 1)
+    await started.rollouts.batch()
+    await started.engine.engines[1].stop()
+    with pytest.raises(EngineError, match="its GPU is gone"):
+        await started.rollouts.update(weights, 3, 2)
 
 
 def test_equal_names_are_told_apart():

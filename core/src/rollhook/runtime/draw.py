@@ -27,7 +27,8 @@ class Draw:
         self._how = how
         self._floor = floor
         self._seed = seed
-        self._drawn = 0
+        #: how many tasks were drawn so far
+        self.drawn = 0
         self._pass: dict[str, float] = {}
         self._families: dict[str, list[Task]] = {}
         for task in self._tasks:
@@ -37,8 +38,8 @@ class Draw:
         """Return the tasks of the next `count` groups."""
         if self._how == "uniform":
             return [self._uniform() for _ in range(count)]
-        rng = random.Random(derive(self._seed, "draw", step, self._drawn))  # noqa: S311 - not for secrets
-        self._drawn += count
+        rng = random.Random(derive(self._seed, "draw", step, self.drawn))  # noqa: S311 - not for secrets
+        self.drawn += count
         names = sorted(self._families)
         weights = [self._weight(name) for name in names]
         families = rng.choices(names, weights, k=count)
@@ -51,22 +52,34 @@ class Draw:
 
     def state(self) -> dict[str, object]:
         """Return what a checkpoint must hold for the next draws to be the same."""
-        return {"drawn": self._drawn, "pass": dict(self._pass)}
+        return {"drawn": self.drawn, "pass": dict(self._pass)}
 
     def load(self, state: Mapping[str, object]) -> None:
         """Restore what `state` returned."""
         drawn, rates = state["drawn"], state["pass"]
         if not isinstance(drawn, int) or not isinstance(rates, Mapping):
             raise ValueError(f"not a state of a draw: {state!r}")
-        self._drawn, self._pass = drawn, dict(rates)
+        self.drawn, self._pass = drawn, dict(rates)
 
     def _weight(self, family: str) -> float:
         p = self._pass.get(family, 0.5)
         return p * (1 - p) + self._floor
 
     def _uniform(self) -> Task:
-        epoch, position = divmod(self._drawn, len(self._tasks))
-        self._drawn += 1
+        epoch, position = divmod(self.drawn, len(self._tasks))
+        self.drawn += 1
         order = list(range(len(self._tasks)))
         random.Random(derive(self._seed, "epoch", epoch)).shuffle(order)  # noqa: S311 - not for secrets
         return self._tasks[order[position]]
+
+
+def share_out(count: int, weights: Sequence[float], before: Sequence[int]) -> list[int]:
+    """Return how many of the next `count` draws each environment gets, after `before` each.
+
+    The next is always that of the one which lags its weight most, so small batches keep to the weights too.
+    """
+    drawn = list(before)
+    for total in range(sum(before) + 1, sum(before) + count + 1):
+        lag = [weight / sum(weights) * total - n for weight, n in zip(weights, drawn, strict=True)]
+        drawn[lag.index(max(lag))] += 1
+    return [after - n for after, n in zip(drawn, before, strict=True)]

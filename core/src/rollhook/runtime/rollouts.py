@@ -19,7 +19,7 @@ from rollhook.records import Group
 from rollhook.router import Worker
 from rollhook.routing import build_chain
 from rollhook.runtime.batch import Batch, Prompt
-from rollhook.runtime.draw import Draw
+from rollhook.runtime.draw import Draw, share_out
 from rollhook.runtime.episode import EpisodeRequest, EpisodeResult, EpisodeRunner
 from rollhook.runtime.evaluate import Evaluation, choose, evaluate
 from rollhook.runtime.lineage import Lineage
@@ -230,13 +230,17 @@ class Rollouts:
         if self._producer is not None:
             self._producer.publishing(version, step)
         failed = await self._policy.update_weights(path, version)
+        why = EngineError(f"no engine took weight version {version}; their logs are in {self._attempt.logs}")
         for worker in {Worker(worker.url): None for worker in failed}:
-            if not await self._revive(worker):
+            try:
+                back = await self._revive(worker)
+            except EngineError as error:
+                logger.error("an engine does not start anew and is left out: %s", error)
+                back, why = False, error
+            if not back:
                 self._workers = [w for w in self._workers if w.url != worker.url]
         if not self._workers:
-            raise EngineError(
-                f"no engine took weight version {version}; their logs are in {self._attempt.logs}"
-            )
+            raise why
         if failed:
             self._policy.set_workers(self._workers, version)
         if self._producer is not None:
@@ -364,12 +368,9 @@ class Rollouts:
 
     async def _draw_prompts(self, step: int) -> list[Prompt]:
         """Draw a nominal step's prompts; of several environments, by weight. On disk when this returns."""
-        count, uses = self._recipe.rollout.batch_groups, self._recipe.environment
-        shares = [use.weight for use in uses]
-        total = sum(shares)
-        counts = [int(count * share / total) for share in shares]
-        for extra in range(count - sum(counts)):
-            counts[(step + extra) % len(counts)] += 1
+        before = [self._draws[name].drawn for name in self._names]
+        weights = [use.weight for use in self._recipe.environment]
+        counts = share_out(self._recipe.rollout.batch_groups, weights, before)
         drawn = [
             (task, name)
             for name, wanted in zip(self._names, counts, strict=True)
