@@ -401,6 +401,11 @@ def test_a_finished_run_is_well_and_one_without_attempts_is_told(
     assert "committed: no step yet" in out
 
 
+def test_the_way_on_is_that_of_the_verb_that_began_it(run: RunDir) -> None:
+    run.claim("eval").finish("stopped")
+    assert diagnose(run).way_on == ["rollhook eval --resume demo"]
+
+
 def test_a_damaged_journal_is_a_finding(run: RunDir) -> None:
     attempt = run.claim()
     lease(attempt, "n1")

@@ -213,5 +213,30 @@ def test_wrong_usage_is_refused_in_words(root, evaluate, arguments, said):
 
 def test_a_run_that_trained_is_not_resumed(root, evaluate):
     run = RunDir.create(root / "runs", "t", run_id="t")
+    run.lock_path.write_bytes(b"lock: 1")
     assert "t is no run of `rollhook eval`" in evaluate("--resume", "t")[2]
-    assert not run.attempts()
+    run.claim().finish("stopped")
+    said = evaluate("--resume", "t")[2]
+    assert "t is one of `rollhook run`, so `rollhook eval` cannot go on with it" in said
+    assert len(run.attempts()) == 1
+
+
+def test_an_evaluation_is_not_trained(root, evaluate, capsys):
+    evaluate(evaluating.write_recipe(root), "--run-id", "e", "--samples", "1")
+    with pytest.raises(SystemExit) as ended:
+        main(["run", "--resume", "e"])
+    assert ended.value.code == 1
+    said = capsys.readouterr().err
+    assert "e is one of `rollhook eval`, so `rollhook run` cannot go on with it" in said
+    assert "Ray" not in said
+    assert evaluate("--resume", "e")[0] == 0
+
+
+def test_without_a_trainer_a_run_is_refused_before_anything_is_made(root, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["run", str(evaluating.write_recipe(root, more="")), "environment.split=heldout"])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert "trainer: is missing: a run trains" in said
+    assert "Ray" not in said
+    assert not (root / "runs").exists()

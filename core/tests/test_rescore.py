@@ -322,9 +322,11 @@ def test_the_verb_lists_what_changed_and_fails_for_it(run, verb, capsys):
     assert verb("--resume", "again") == 1
     assert "2 episodes were scored before and are not run again" in capsys.readouterr().err
     assert verb("--episode", "right") == 0
-    assert verb("--resume", "demo") == 2
-    assert "--resume demo: that run is no rescoring" in capsys.readouterr().err
-    assert run.attempts() == []
+    assert verb("--resume", "again", "--run-id", "other") == 2
+    run.claim().finish("succeeded")
+    assert verb("--resume", "demo") == 1
+    assert "demo is one of `rollhook run`, so `rollhook rescore` cannot" in capsys.readouterr().err
+    assert len(run.attempts()) == 1
 
 
 def test_the_verb_takes_the_episodes_of_steps(run, verb, capsys):

@@ -265,3 +265,12 @@ def test_a_heartbeat_beats_and_stops(tmp_path: Path, caplog: pytest.LogCaptureFi
     lost.beat()
     lost.beat()
     assert caplog.text.count("the heartbeat cannot be written") == 1
+
+
+def test_only_the_verb_that_began_a_run_goes_on_with_it(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path, "demo", run_id="demo")
+    run.claim("eval").finish("stopped")
+    with pytest.raises(RunError, match="run demo is one of `rollhook eval`, so `rollhook run` cannot go on"):
+        run.claim()
+    assert [attempt.verb for attempt in run.attempts()] == ["eval"]
+    assert run.claim("eval").number == 2

@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 SCHEMA_VERSION = 1
 RUN_ID = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
 Status = Literal["succeeded", "failed", "stopped"]
+#: what makes a run; only the same goes on with it
+Verb = Literal["run", "eval", "replay", "rescore", "tasks oracle"]
 
 
 def new_run_id(name: str) -> str:
@@ -82,6 +84,11 @@ class AttemptInfo:
     def heartbeat_path(self) -> Path:
         """The attempt's heartbeat."""
         return self.path / "heartbeat"
+
+    @property
+    def verb(self) -> str:
+        """The verb that made it."""
+        return str(self.owner.get("verb", "run"))
 
     def describe_owner(self) -> str:
         """Return who drives or drove it, in words."""
@@ -169,8 +176,18 @@ class RunDir:
         number = _newest_attempt(self.path / "attempts")
         return _attempt_info(self.path / "attempts" / str(number)) if number else None
 
+    def check_verb(self, verb: Verb) -> None:
+        """Raise RunError when another verb began the run."""
+        newest = self.newest_attempt()
+        if newest is not None and newest.verb != verb:
+            raise RunError(
+                f"run {self.run_id} is one of `rollhook {newest.verb}`, "
+                f"so `rollhook {verb}` cannot go on with it"
+            )
+
     def claim(
         self,
+        verb: Verb = "run",
         *,
         interval: float = INTERVAL,
         stale: float = STALE,
@@ -180,8 +197,10 @@ class RunDir:
         """Become the driver of the next attempt: owner file, heartbeat, journal, logs.
 
         Blocks for up to `stale` seconds where the previous attempt ended without a word on another
-        machine. Raises RunError when another driver is alive or was faster, or the disk cannot be written.
+        machine. Raises RunError when another verb began the run, another driver is alive or was faster, or
+        the disk cannot be written.
         """
+        self.check_verb(verb)
         newest = self.newest_attempt()
         if newest is not None and self._alive(newest, stale, clock, sleep):
             raise RunError(
@@ -194,6 +213,7 @@ class RunDir:
             "schema": SCHEMA_VERSION,
             "run_id": self.run_id,
             "attempt": number,
+            "verb": verb,
             "claimed_at": time.time(),
         }
         try:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rollhook.cli.attempts import EXIT_STOPPED
 from rollhook.cli.output import as_json, table
 
 if TYPE_CHECKING:
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
 
     from rollhook.runtime.compare import Comparison
     from rollhook.runtime.scores import Scores
-
-EXIT_STOPPED = 3
 
 
 def evaluate(  # noqa: PLR0913, PLR0917 - the options of a command

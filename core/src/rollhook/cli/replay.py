@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from contextlib import closing
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rollhook.cli.attempts import begin, ending
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from rollhook.rundir import Attempt, RunDir, Status
+    from rollhook.rundir import Attempt, RunDir
     from rollhook.runtime.parts import Parts
     from rollhook.runtime.progress import Display
     from rollhook.runtime.replay import Replay, ReplayedStep
@@ -56,7 +60,7 @@ def replay(
     first, last = step_range(steps, work.steps)
     work.checkpoint(first)  # says now, before anything starts, what is not there
     display = Display()
-    attempt = RunDir.create(root, f"replay-{recorded.run_id}", run_id=run_id).claim()
+    attempt = begin("replay", root, f"replay-{recorded.run_id}", run_id)
     done = _run(work, parts, attempt, (first, last, tolerance), display)
     _show(recorded, attempt, done, tolerance, display, json)
     raise typer.Exit(1 if any(step.differs for step in done) else 0)
@@ -68,26 +72,14 @@ def _run(
     from rollhook.runtime.replay import RESULTS, ReplayedStep
     from rollhook.runtime.rows import Rows
 
-    rows = Rows(
-        attempt.run.path / RESULTS, ReplayedStep, key=lambda row: str(row.step), keep=lambda row: False
-    )
-    status: Status = "failed"
+    path, key = attempt.run.path / RESULTS, attrgetter("step")
+    with ending(attempt, display), closing(Rows(path, ReplayedStep, key=key, keep=bool)) as rows:
 
-    def finished(step: ReplayedStep) -> None:
-        rows.add(step)
-        display.advance()
+        def finished(step: ReplayedStep) -> None:
+            rows.add(step)
+            display.advance()
 
-    try:
-        with display.running():
-            asyncio.run(_train(work, parts, attempt, how, display, finished))
-        status = "succeeded"
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        status = "stopped"
-        display.say("Stopped.")
-        raise typer.Exit(3) from None
-    finally:
-        rows.close()
-        attempt.finish(status)
+        asyncio.run(_train(work, parts, attempt, how, display, finished))
     return list(rows.kept.values())
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from contextlib import closing
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rollhook.cli.attempts import begin, ending
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rollhook.rundir import RunDir, Status
+    from rollhook.rundir import RunDir
     from rollhook.runtime.progress import Display
     from rollhook.runtime.rescore import Choice, Rescored, Rescorer, Results
 
@@ -50,7 +53,6 @@ def rescore(  # noqa: PLR0913, PLR0917 - the options of a command
     from rollhook import plugins
     from rollhook.errors import UsageError
     from rollhook.rundir import RunDir
-    from rollhook.runtime.oracle import new_or_resumed
     from rollhook.runtime.parts import Parts
     from rollhook.runtime.progress import Display
     from rollhook.runtime.recorded import recorded_recipe
@@ -58,8 +60,6 @@ def rescore(  # noqa: PLR0913, PLR0917 - the options of a command
 
     if unknown := set(purpose or ()) - set(PURPOSES):
         raise UsageError(f"--purpose {min(unknown)}: write train or eval")
-    if resume is not None and not (RunDir.find(resume).path / RESULTS).is_file():
-        raise UsageError(f"--resume {resume}: that run is no rescoring (it has no {RESULTS})")
     recorded = RunDir.find(run)
     recipe = recorded_recipe(recorded, "environment", "agent", "sandbox")
     choice = choose(
@@ -70,21 +70,14 @@ def rescore(  # noqa: PLR0913, PLR0917 - the options of a command
         limit=limit,
     )
     display = Display()
-    attempt = new_or_resumed(root, f"rescore-{recorded.run_id}", run_id, resume)
-    status: Status = "failed"
-    try:
-        results = Results(attempt.run.path / RESULTS, recorded)
+    attempt = begin("rescore", root, f"rescore-{recorded.run_id}", run_id, resume)
+    with (
+        ending(attempt, display, f"go on with --resume {attempt.run.run_id}"),
+        closing(Results(attempt.run.path / RESULTS, recorded)) as results,
+    ):
         parts = Parts(recipe, plugins.load([]), attempt.path, attempt.run.run_id, attempt.number)
         rescorer = Rescorer(recorded, parts, attempt, changed_tasks=changed_tasks)
-        with display.running():
-            asyncio.run(_rescore(rescorer, choice, results, concurrency, display))
-        status = "succeeded"
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        status = "stopped"
-        display.say(f"Stopped; go on with --resume {attempt.run.run_id}")
-        raise typer.Exit(3) from None
-    finally:
-        attempt.finish(status)
+        asyncio.run(_rescore(rescorer, choice, results, concurrency, display))
     rows = [results.kept[each] for each in choice.episode_ids]
     _show(rows, choice, results, display, json)
     raise typer.Exit(0 if all(row.same for row in rows) else 1)
@@ -117,13 +110,10 @@ async def _rescore(
         if not row.same:
             display.say(_line(row))
 
-    try:
-        async with rescorer:
-            display.begin("rescore", len(todo))
-            await rescorer.run(todo, concurrency, finished)
-            display.end()
-    finally:
-        results.close()
+    async with rescorer:
+        display.begin("rescore", len(todo))
+        await rescorer.run(todo, concurrency, finished)
+        display.end()
 
 
 def _show(

@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Sequence
+from contextlib import closing
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rollhook.cli.attempts import begin, ending
 from rollhook.cli.keys import parse_keys
 
 if TYPE_CHECKING:
     from rollhook.environment import Environment, Task
     from rollhook.recipe.schema import Recipe
-    from rollhook.rundir import Attempt, Status
+    from rollhook.rundir import Attempt
     from rollhook.runtime.oracle import Results, TaskProof
     from rollhook.runtime.progress import Display
 
@@ -101,34 +103,19 @@ def oracle(  # noqa: PLR0913, PLR0917 - the options of a command
     Prints [1|0|ERR] for both per task. Rows go to a JSONL file; with the same file, or --resume, tasks
     that have a row for their very content are not run again. Exit code 0 when every task is as it must be.
     """
-    from rollhook.runtime.oracle import (
-        RESULTS,
-        Results,
-        default_sandbox,
-        new_or_resumed,
-        proof_recipe,
-        task_source,
-    )
+    from rollhook.runtime.oracle import RESULTS, Results, default_sandbox, proof_recipe, task_source
     from rollhook.runtime.progress import Display
 
     display = Display()
     source = task_source(pack, environment, parse_keys(keys))
     sandbox = sandbox or default_sandbox()
     recipe = proof_recipe(source, None if sandbox == "none" else {"use": sandbox})
-    attempt = new_or_resumed(root, f"oracle-{Path(pack).name}", run_id, resume)
-    results = Results(out or attempt.run.path / RESULTS)
-    status: Status = "failed"
-    try:
-        with display.running():
-            proven = asyncio.run(_prove(recipe, attempt, results, split, only, concurrency, display))
-        status = "succeeded"
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        status = "stopped"
-        display.say(f"Stopped; go on with --resume {attempt.run.run_id}")
-        raise typer.Exit(3) from None
-    finally:
-        results.close()
-        attempt.finish(status)
+    attempt = begin("tasks oracle", root, f"oracle-{Path(pack).name}", run_id, resume)
+    with (
+        ending(attempt, display, f"go on with --resume {attempt.run.run_id}"),
+        closing(Results(out or attempt.run.path / RESULTS)) as results,
+    ):
+        proven = asyncio.run(_prove(recipe, attempt, results, split, only, concurrency, display))
     for row in proven if json else []:
         typer.echo(_json(dataclasses.asdict(row)))
     good = sum(row.ok for row in proven)

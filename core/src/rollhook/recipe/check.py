@@ -80,6 +80,10 @@ def compose(
     loaded, stopped = checked.loaded, [each for each in checked.problems if each not in checked.mismatches]
     if allow_changed and loaded.locked is None and loaded.resolved:
         stopped.append(Problem("", "--allow-changed is for a lock, and this is a recipe", loaded.name))
+    recipe = loaded.validated
+    if recipe is not None and recipe.trainer is None and recipe.environment and not evaluating:
+        hint = "set it, e.g. to torch, or use `rollhook eval`"
+        stopped.append(Problem("trainer", "is missing: a run trains", loaded.name, hint=hint))
     still, let = let_through(checked.mismatches, allow_changed)
     loaded.remarks += let
     if stopped or still:

@@ -21,6 +21,8 @@ from rollhook.sandbox.lease import LeaseState, leases
 SCHEMA_VERSION = 1
 #: seconds after which a driver that lives but writes no live.json counts as held up
 HELD_UP = 15.0
+#: verb that can be resumed -> what it wants beside the run's id
+_SOURCES = {"run": "", "eval": "", "rescore": " RUN", "tasks oracle": " PACK"}
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,8 @@ def _conclude(found: Diagnosis, attempt: AttemptInfo) -> None:
         how = "its process is gone" if attempt.surely_dead() else "its heartbeat stands still"
         found.findings.append(f"attempt {attempt.number} ended without a word: {how}")
     if found.state in ("dead", "failed", "stopped"):
-        found.way_on.append(f"rollhook run --resume {found.run_id}")
+        if attempt.verb in _SOURCES:
+            what = f"{attempt.verb}{_SOURCES[attempt.verb]}"
+            found.way_on.append(f"rollhook {what} --resume {found.run_id}")
         if found.open_leases:
             found.way_on.append(f"rollhook sandboxes reap {found.run_id}   # if it is not resumed")

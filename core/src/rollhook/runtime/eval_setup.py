@@ -15,7 +15,6 @@ from rollhook.recipe.match import ALL
 from rollhook.rundir import RunDir
 from rollhook.runtime.endpoint import asks_endpoint
 from rollhook.runtime.model import is_path, local_model
-from rollhook.runtime.results import NAME as RESULT
 from rollhook.runtime.results import finished_run
 
 if TYPE_CHECKING:
@@ -48,7 +47,8 @@ def create(loaded: Loaded, plugins: Plugins, run_id: str | None) -> RunDir:
 def resume(reference: str, display: Display) -> tuple[Loaded, Plugins, RunDir]:
     """Return what an evaluation was begun with. Raises RunError for a run that is none."""
     run = RunDir.find(reference)
-    if not run.lock_path.is_file() or (run.path / RESULT).is_file():
+    run.check_verb("eval")
+    if not run.lock_path.is_file() or not run.attempts():
         raise RunError(f"run {run.run_id} is no run of `rollhook eval`, so this verb cannot resume it")
     loaded, plugins = compose(run.lock_path, evaluating=True, allow_changed=[ALL])
     for remark in loaded.remarks:

@@ -102,6 +102,7 @@ async def drive_run(run: RunDir, display: Display) -> RunResult:
     A run that has done all its steps is left as it is. What no longer matches its lock is said, and stops
     nothing.
     """
+    run.check_verb("run")
     if not run.lock_path.is_file():
         raise RunError(f"{run.path} has no {run.lock_path.name}, so nothing says what the run is to do")
     loaded, plugins = await asyncio.to_thread(compose, run.lock_path, allow_changed=[ALL])

@@ -17,7 +17,7 @@ from rollhook.installed import installed, nearest
 from rollhook.plugins import Plugins
 from rollhook.recipe.schema import EnvironmentUse, Recipe, SandboxUse
 from rollhook.records import EpisodeRecord
-from rollhook.rundir import Attempt, RunDir
+from rollhook.rundir import Attempt
 from rollhook.runtime.episode import EpisodeRequest, EpisodeRunner
 from rollhook.runtime.parts import Parts
 from rollhook.runtime.rows import Rows
@@ -195,12 +195,6 @@ class Results(Rows[TaskProof]):
     def todo(self, tasks: Sequence[Task]) -> list[Task]:
         """Return the tasks without a row of this very content."""
         return [t for t in tasks if t.id not in self.kept or self.kept[t.id].digest != t.digest]
-
-
-def new_or_resumed(root: str, name: str, run_id: str | None, resume: str | None) -> Attempt:
-    """Claim the first attempt of a new run, or the next of the run to resume."""
-    run = RunDir.find(resume) if resume is not None else RunDir.create(root, name, run_id=run_id)
-    return run.claim()
 
 
 def _mark(record: EpisodeRecord) -> Mark:

@@ -59,7 +59,7 @@ async def evaluate_run(
     Episodes that have a verdict are kept. Raises CancelledError when a signal stopped it, in order, and
     RunError when nothing comes to a verdict.
     """
-    attempt = await asyncio.to_thread(run.claim)
+    attempt = await asyncio.to_thread(run.claim, "eval")
     status: Status = "failed"
     try:
         with display.running(), _stopping(display) as take_signals:
