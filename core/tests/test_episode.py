@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import logging
+import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,6 +13,7 @@ from rollhook.agent import Agent, Reply, StopReason
 from rollhook.component import BuildContext
 from rollhook.engine import SamplingParams
 from rollhook.environment import Box, Environment, Episode, Observation, Phase, Task, Verdict
+from rollhook.episode_store import EpisodeStore
 from rollhook.errors import BudgetExceeded, EngineError, SandboxError
 from rollhook.messages import message
 from rollhook.recipe.schema import Budgets, Outcomes
@@ -189,6 +191,27 @@ async def test_a_verifier_that_fails_after_recorded_turns_trains_nothing(verify,
     assert result.samples == ()
     assert log[-1] == "release"
     assert result.record.fired == ("verify" if verify is hangs else "")
+
+
+@pytest.mark.parametrize(
+    ("verdict", "cause"),
+    [
+        (Verdict(math.nan), "the reward, nan, is not a finite number"),
+        (Verdict(True), "the reward, True, is not a finite number"),
+        (Verdict(1.0, {"speed": math.inf}), "component speed, inf, is not a finite number"),
+        (Verdict(1.0, {"speed": "fast"}), "component speed, 'fast', is not a finite number"),
+    ],
+)
+async def test_a_verdict_that_is_no_number_is_the_verifiers_failure_and_can_be_kept(verdict, cause, tmp_path):
+    async def verify():
+        return verdict
+
+    result, _ = await run(verify=verify)
+    assert (result.record.outcome.kind, result.record.outcome.boundary) == ("infra_error", "verifier")
+    assert cause in result.record.outcome.cause
+    store = EpisodeStore(tmp_path)
+    store.append(result.record, result.samples)
+    store.close()
 
 
 async def test_each_phase_has_its_own_conversation_and_the_record_has_them_all():

@@ -5,7 +5,8 @@ import math
 import pytest
 
 from rollhook.environment import Verdict
-from rollhook.outcomes import action, combine, unverified, verified
+from rollhook.errors import VerifierError
+from rollhook.outcomes import action, checked, combine, unverified, verified
 from rollhook.recipe.schema import Outcomes
 from rollhook.records import Outcome
 
@@ -18,9 +19,14 @@ def test_an_infrastructure_failure_never_trains(kind):
     assert not Outcome(kind).trains
 
 
-@pytest.mark.parametrize("reward", [None, math.nan, math.inf, True, False])
-def test_a_reward_that_is_missing_or_not_a_number_is_an_infra_error(reward):
-    outcome = verified(Verdict(reward, detail={"reason": "reward.txt is empty"} if reward is None else {}))
+@pytest.mark.parametrize("reward", [math.nan, math.inf, True, False])
+def test_a_reward_that_is_not_a_number_is_refused(reward):
+    with pytest.raises(VerifierError, match=r"the reward, .*, is not a finite number"):
+        checked(Verdict(reward))
+
+
+def test_a_reward_that_is_missing_is_an_infra_error():
+    outcome = verified(Verdict(None, detail={"reason": "reward.txt is empty"}))
     assert outcome.kind == "infra_error"
     assert outcome.boundary == "verifier"
     assert outcome.reward is None

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Real
 from typing import TYPE_CHECKING, Literal
 
 from rollhook.environment import Verdict
+from rollhook.errors import VerifierError
 from rollhook.records import Ended, Outcome
 
 if TYPE_CHECKING:
@@ -30,16 +32,27 @@ def unverified(ended: Ended, act: Action) -> Outcome:
     return Outcome(kind, reward=0.0 if act == "zero" else None)
 
 
+def checked(verdict: Verdict) -> Verdict:
+    """Return a verdict whose numbers are finite; VerifierError for any other, which could not be kept."""
+    reward: object = verdict.reward
+    if isinstance(reward, bool) or not (reward is None or _finite(reward)):
+        raise VerifierError(f"the reward, {reward!r}, is not a finite number")
+    for name, value in verdict.components.items():
+        if not _finite(value):
+            raise VerifierError(f"component {name}, {value!r}, is not a finite number")
+    return verdict
+
+
+def _finite(value: object) -> bool:
+    return isinstance(value, Real) and math.isfinite(value)
+
+
 def verified(verdict: Verdict) -> Outcome:
     """Return the outcome of an episode whose verifier ran; a missing reward is an `infra_error`, never 0."""
     reward = verdict.reward
     if reward is None:
         cause = str(verdict.detail.get("reason", "the verifier gave no reward"))
         return Outcome("infra_error", boundary="verifier", cause=cause)
-    if isinstance(reward, bool) or not math.isfinite(reward):
-        return Outcome(
-            "infra_error", boundary="verifier", cause=f"the reward {reward!r} is not a finite number"
-        )
     return Outcome("scored", reward=float(reward))
 
 

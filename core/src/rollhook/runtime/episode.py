@@ -280,7 +280,7 @@ class EpisodeRunner:
         transcript = Transcript(list(course.messages), course.ended)
         run = verify_apart if self.environment.verifies_apart else verify_here
         try:
-            return await run(lambda: phase.verify(transcript), seconds)
+            return outcomes.checked(await run(lambda: phase.verify(transcript), seconds))
         except VerifierTimeoutError:
             course.fired = "verify"
             raise
