@@ -48,7 +48,16 @@ def test_a_base_url_may_have_a_version_or_not(given, url):
 
 @pytest.mark.parametrize(
     "url",
-    ["here:8000", "ftp://here", "http://", "http://here:x", "http://u:sentinel@here", "http://h?k=sentinel"],
+    [
+        "here:8000",
+        "ftp://here",
+        "http://",
+        "http://here:x",
+        "http://u:sentinel@here",
+        "http://h?k=sentinel",
+        "u:sentinel@here/v1",
+        "http:/u:sentinel@here",
+    ],
 )
 def test_what_is_no_base_url_is_refused_and_a_secret_in_it_not_repeated(url):
     with pytest.raises(ValidationError) as caught:

@@ -12,19 +12,20 @@ from rollhook.hookspecs import hookimpl
 from rollhook.secrets import Secret
 
 _HEADER = r"^[!-~]+$"
+_NO_URL = "is no base URL; an example: https://api.openai.com/v1"
 
 
 def _usable(url: str) -> str:
-    """Refuse what is no base URL; the message repeats nothing of one that may hold a secret."""
+    """Refuse what is no base URL; the message repeats nothing of it, which may hold a secret."""
     try:
         parts = urlsplit(url)
         port_ok = parts.port is None or parts.port > 0
     except ValueError:
-        raise ValueError("is no URL; an example: https://api.openai.com/v1") from None
+        raise ValueError(_NO_URL) from None
     if parts.username or parts.password or parts.query or parts.fragment:
         raise ValueError("holds a user, a password or a query; a key belongs into api_key, as a reference")
     if parts.scheme not in ("http", "https") or not parts.hostname or not port_ok:
-        raise ValueError(f"{url!r} is no base URL; an example: https://api.openai.com/v1")
+        raise ValueError(_NO_URL)
     return url
 
 
