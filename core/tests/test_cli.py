@@ -13,6 +13,7 @@ import pytest
 import rollhook
 from rollhook.cli import doctor
 from rollhook.cli.main import VERBS, main
+from rollhook.cli.output import as_json
 from rollhook.testing.distributions import write_distribution
 
 Run = Callable[..., tuple[int, str, str]]
@@ -406,3 +407,21 @@ def test_doctor_tells_a_sandbox_that_does_not_work(
     (row,) = doctor.sandbox()
     assert (row.name, row.state) == ("sandbox local", state)
     assert text in row.text
+
+
+def test_json_is_json_whatever_is_in_it(capsys: pytest.CaptureFixture[str]) -> None:
+    as_json({"b": float("nan"), "a": float("inf"), "text": "\ud800", "big": 2**70, "path": Path("x")})
+    out = capsys.readouterr().out
+    found = json.loads(out, parse_constant=pytest.fail)
+    assert list(found) == ["b", "a", "text", "big", "path"]
+    assert found["big"] == 2**70
+    assert found["path"] == "x"
+    as_json({"b": float("nan"), "a": {1: (2.5, "ü")}})
+    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == {
+        "b": None,
+        "a": {"1": [2.5, "ü"]},
+    }
+
+
+def test_what_an_error_quotes_does_not_reach_the_terminal_as_it_is(cli: Run) -> None:
+    assert "\x1b" not in cli("run", "\x1b[2J")[2]

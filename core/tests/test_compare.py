@@ -161,3 +161,35 @@ def test_a_judged_try_counts_whatever_came_before_or_after_it():
     for order in (tries, tries[::-1]):
         (found,) = score((1, each) for each in order)
         assert (found.n, found.c, found.errors) == (1, 1, 0)
+
+
+@pytest.mark.parametrize(
+    "change", [{"n": "4"}, {"c": 9}, {"c": -1}, {"errors": -1}, {"task_id": 7}, {"family": None}]
+)
+def test_counts_that_cannot_be_are_refused(change, tmp_path):
+    write_scores(tmp_path, scores("a", task(1, 1)), [1])
+    data = json.loads((tmp_path / NAME).read_bytes())
+    data["tasks"][0] |= change
+    (tmp_path / NAME).write_text(json.dumps(data))
+    with pytest.raises(RunError, match="is no evaluation of Rollhook"):
+        find_scores(str(tmp_path / NAME))
+
+
+def test_a_name_that_no_file_can_have_is_no_run(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["compare", "x" * 300])
+    assert ended.value.code == 1
+    assert "there is no run" in capsys.readouterr().err
+
+
+def test_names_of_tasks_and_families_do_not_reach_the_terminal_as_they_are(tmp_path, capsys):
+    evil = "\x1b[2J\u202e[/red]\n"
+    for name, more in (("a", ()), ("b", (task(9, 1, task_id=evil),))):
+        (tmp_path / name).mkdir()
+        write_scores(tmp_path / name, scores(name, task(1, 1), task(2, 1, family=evil), *more), [1])
+    with pytest.raises(SystemExit):
+        main(["compare", str(tmp_path / "a" / NAME), str(tmp_path / "b" / NAME)])
+    said = capsys.readouterr()
+    assert not {"\x1b", "\u202e"} & set(said.out + said.err)
+    assert "\\x1b[2J\\u202e[/red]\\n  1 " in said.out
+    assert "\\x1b[2J\\u202e[/red]" in said.err

@@ -14,6 +14,7 @@ from conftest import only_toys
 from dying import elsewhere
 
 from rollhook.cli.main import main
+from rollhook.environment import Task
 from rollhook.episode_store import read_records
 from rollhook.journal import read
 from rollhook.metric_names import unlisted
@@ -240,3 +241,11 @@ def test_without_a_trainer_a_run_is_refused_before_anything_is_made(root, capsys
     assert "trainer: is missing: a run trains" in said
     assert "Ray" not in said
     assert not (root / "runs").exists()
+
+
+def test_names_of_families_are_no_markup_and_no_commands_to_the_terminal(root, evaluate, monkeypatch):
+    tasks = [Task(n, n, "heldout", f"[/{n}]\x1b[2J") for n in ("easy", "hard")]
+    monkeypatch.setattr(evaluating.Riddles, "tasks", lambda self, split=None: tasks)
+    code, _, err = evaluate(evaluating.write_recipe(root), "--run-id", "e", "--samples", "1")
+    assert code == 0, err
+    assert "[/easy]\\x1b[2J" in err

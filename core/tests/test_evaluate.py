@@ -3,9 +3,11 @@
 import asyncio
 import math
 from collections import Counter
+from io import StringIO
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
 from rollhook.engine import SamplingParams
 from rollhook.environment import Task
@@ -116,3 +118,11 @@ def test_each_of_several_environments_has_its_metrics_and_its_table():
     ]
     assert found[3].metrics()["eval/b/pass_rate"] == 1.0
     assert found[3].metrics()["eval_family/b/x"] == 1.0
+
+
+def test_names_of_families_are_no_markup_and_no_commands_to_the_terminal() -> None:
+    found = [Evaluation(step, "sampled", {"[/red]\x1b[2J": Rate(1, 2)}, 1.0) for step in (0, 3)]
+    console = Console(file=StringIO(), width=120)
+    for table in summaries(found):
+        console.print(table)
+    assert "[/red]\\x1b[2J" in console.file.getvalue()

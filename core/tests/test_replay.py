@@ -24,7 +24,7 @@ from rollhook.rundir import RunDir
 from rollhook.runtime.batch import permute_rewards
 from rollhook.runtime.parts import Parts
 from rollhook.runtime.recorded import recorded_recipe, step_range
-from rollhook.runtime.replay import Replay, differing
+from rollhook.runtime.replay import Replay, comparable, differing
 from rollhook.runtime.seeds import derive
 from rollhook.runtime.training import Training
 from rollhook.testing.distributions import write_distribution
@@ -344,6 +344,8 @@ def test_numbers_are_compared_relatively_and_not_a_number_with_not_a_number():
     assert differing({"a": 1e-12}, {"a": -3e-11}, 1e-6) == []
     assert differing({"a": None}, {"a": None}, 1e-6) == []
     assert differing({"a": None}, {"a": 1.0}, 1e-6) == ["a"]
+    infinite = {"train/loss": float("inf"), "train/kl": float("nan")}
+    assert comparable(infinite) == {"train/loss": None, "train/kl": None}, "as metrics.jsonl has them"
     assert differing({"a": 1.0}, {"b": 1.0}, 1e-6) == ["a", "b"]
 
 

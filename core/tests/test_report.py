@@ -29,7 +29,8 @@ from rollhook.rundir import Attempt, RunDir
 from rollhook.runtime import charts
 from rollhook.runtime.figures import Extremes, Figures, Tally, TaskKey, read_figures, seconds_of
 from rollhook.runtime.report import render, write_report
-from rollhook.runtime.transcript import MAX_MESSAGES, MAX_TEXT, cut, plain
+from rollhook.runtime.transcript import MAX_MESSAGES, MAX_TEXT, cut
+from rollhook.terminal import plain
 
 TIMINGS = {
     "create": 2.0, "setup": 1.0, "agent": 10.0, "agent/tokens": 6.0, "agent/command": 1.0, "wait/engine": 2.0,

@@ -151,11 +151,11 @@ class RunDir:
         text = str(reference)
         path = Path(text).expanduser()
         if isinstance(reference, Path) or os.sep in text:
-            if not (path / "attempts").is_dir():
+            if not os.path.isdir(path / "attempts"):
                 raise RunError(f"{text} is not the directory of a run (it has no attempts/)")
             return cls(path.resolve())
         for candidate in (_indexed(text), Path("runs") / text, path):
-            if candidate is not None and (candidate / "attempts").is_dir():
+            if candidate is not None and os.path.isdir(candidate / "attempts"):
                 return cls(candidate.resolve())
         known = sorted(index())
         near = difflib.get_close_matches(text, known, n=1, cutoff=0.5)

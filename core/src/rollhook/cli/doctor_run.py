@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from rollhook.cli.output import as_json, table
+from rollhook.terminal import one_line
 
 if TYPE_CHECKING:
     from rollhook.runtime.diagnosis import Diagnosis
@@ -74,7 +75,7 @@ def _episodes(found: Diagnosis) -> None:
 
 def _row(episode: Mapping[str, Any]) -> list[str]:
     deadline = episode["deadline"]
-    cells = [
+    return [
         "-" if deadline is None else f"{deadline['seconds_left']:.1f} s {deadline['name']}",
         episode["episode_id"],
         episode["task_id"],
@@ -85,7 +86,6 @@ def _row(episode: Mapping[str, Any]) -> list[str]:
         str(episode["tokens"]),
         ", ".join(episode["sandboxes"].values()) or "-",
     ]
-    return [_shown(cell) for cell in cells]
 
 
 def _leases(found: Diagnosis) -> None:
@@ -93,7 +93,7 @@ def _leases(found: Diagnosis) -> None:
         return
     _say(f"{len(found.open_leases)} sandboxes may be left (open leases):")
     rows = [
-        [_shown(lease.sandbox_id or "(not known)"), _shown(lease.episode or "(created ahead)"), lease.host]
+        [lease.sandbox_id or "(not known)", lease.episode or "(created ahead)", lease.host]
         for lease in found.open_leases[:MOST]
     ]
     table([("SANDBOX", "EPISODE", "HOST"), *rows], indent="  ")
@@ -102,11 +102,4 @@ def _leases(found: Diagnosis) -> None:
 
 
 def _say(text: str) -> None:
-    typer.echo(_shown(text))
-
-
-def _shown(text: str) -> str:
-    """Return a text on one line, what a terminal would obey as escapes: tasks and commands are hostile."""
-    from rollhook.runtime.transcript import plain
-
-    return plain(text).replace("\n", "\\n").replace("\t", "\\t")
+    typer.echo(one_line(text))

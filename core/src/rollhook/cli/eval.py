@@ -11,6 +11,7 @@ import typer
 
 from rollhook.cli.attempts import EXIT_STOPPED
 from rollhook.cli.output import as_json, table
+from rollhook.terminal import one_line
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -108,7 +109,7 @@ def compare(
     found = compare_first_and_last(a) if b is None else compare_two(a, b)
     for each in found:
         for warning in each.warnings:
-            typer.echo(f"warning: {warning}", err=True)
+            typer.echo(f"warning: {one_line(warning)}", err=True)
     if json:
         as_json({"schema": SCHEMA_VERSION, "comparisons": [each.plain() for each in found]})
         return
@@ -127,6 +128,7 @@ def _lines(comparison: Comparison) -> list[list[str]]:
 
 
 def _scores(scores: Scores, ks: Sequence[int]) -> Table:
+    from rich.markup import escape
     from rich.table import Table
 
     title = f"{scores.run_id}, {scores.mode}: pass@k [95 % interval over tasks]"
@@ -137,7 +139,8 @@ def _scores(scores: Scores, ks: Sequence[int]) -> Table:
         if row.family is None:
             shown.add_section()
         estimates = [str(row.pass_at[k]) if k in row.pass_at else "too few samples" for k in ks]
-        shown.add_row(_named(row.family), str(row.tasks), str(row.episodes), str(row.errors), *estimates)
+        name = escape(one_line(_named(row.family)))
+        shown.add_row(name, str(row.tasks), str(row.episodes), str(row.errors), *estimates)
     return shown
 
 

@@ -13,6 +13,7 @@ from typer.core import TyperCommand, TyperGroup
 import rollhook
 from rollhook.errors import RollhookError, UsageError, first_of
 from rollhook.failpoints import arm_from_environment
+from rollhook.terminal import plain
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -138,9 +139,10 @@ def _report(error: BaseException) -> int:
     """Say on stderr what is wrong, and return the exit code."""
     error = first_of(error)
     if isinstance(error, RollhookError):
-        typer.echo(f"rollhook: {error}" if "\n" not in str(error) else str(error), err=True)
+        said = plain(str(error))
+        typer.echo(said if "\n" in said else f"rollhook: {said}", err=True)
         return EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILED
-    text = " ".join(str(error).split())
+    text = plain(" ".join(str(error).split()))
     typer.echo(f"rollhook: {type(error).__name__}: {text} (--debug shows where)", err=True)
     return EXIT_TIMEOUT if isinstance(error, TimeoutError) else EXIT_FAILED
 

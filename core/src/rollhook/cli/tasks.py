@@ -14,6 +14,7 @@ import typer
 
 from rollhook.cli.attempts import begin, ending
 from rollhook.cli.keys import parse_keys
+from rollhook.terminal import one_line
 
 if TYPE_CHECKING:
     from rollhook.environment import Environment, Task
@@ -54,10 +55,8 @@ def list_tasks(
         if json:
             typer.echo(_json(_plain(task)))
         else:
-            what = task.problem.replace("\n", "; ") if task.problem else task.family
-            typer.echo(
-                f"{task.id}  {task.digest[:12]}  {task.split}  {'PROBLEM: ' if task.problem else ''}{what}"
-            )
+            what = f"PROBLEM: {task.problem}".replace("\n", "; ") if task.problem else task.family
+            typer.echo(one_line(f"{task.id}  {task.digest[:12]}  {task.split}  {what}"))
     broken = sum(task.problem is not None for task in tasks)
     typer.echo(f"{len(tasks)} tasks, {broken} with problems", err=True)
     raise typer.Exit(1 if broken else 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -55,7 +56,7 @@ def find_scores(reference: str) -> list[Scores]:
     none.
     """
     path = Path(reference).expanduser()
-    if path.is_file():
+    if os.path.isfile(path):  # unlike Path.is_file, no error for a name that no file can have
         return [read_scores(path)]
     run = RunDir.find(reference)
     if (run.path / NAME).is_file():

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from rich.console import Console, Group
 from rich.live import Live
 from rich.logging import RichHandler
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
@@ -18,6 +19,7 @@ from rich.text import Text
 from rollhook.records import EpisodeRecord
 from rollhook.runtime.evaluate import Evaluation, comparison
 from rollhook.runtime.statistics import Rate
+from rollhook.terminal import one_line, plain
 
 
 class Display:
@@ -64,7 +66,7 @@ class Display:
 
     def say(self, text: str) -> None:
         """Print a line that stays."""
-        self.console.print(text, markup=False, soft_wrap=True)
+        self.console.print(plain(text), markup=False, soft_wrap=True)
 
     def begin(self, what: str, total: int) -> None:
         """Start a bar for a stretch of work."""
@@ -149,7 +151,7 @@ def _summary(environment: str, evaluations: Sequence[Evaluation]) -> Table | Non
         return None
     total = rows.pop(None)
     for family, cells in rows.items():
-        table.add_row(family or "(none)", *cells)
+        table.add_row(escape(one_line(family or "(none)")), *cells)
     table.add_section()
     table.add_row("all", *total)
     return table

@@ -103,7 +103,7 @@ class Replay:
                 return
             groups = [] if self._own_data else await asyncio.to_thread(self._samples, step - 1)
             metrics = await training.step(groups, step - 1, own_data=self._own_data)
-            recorded, replayed = self._recorded.get(step, {}), _comparable(metrics)
+            recorded, replayed = self._recorded.get(step, {}), comparable(metrics)
             differs = differing(recorded, replayed, tolerance) if recorded else []
             finished(ReplayedStep(step, len(groups), recorded, replayed, differs))
 
@@ -120,7 +120,7 @@ class Replay:
         found: dict[int, Metrics] = {}
         for row in self._lineage.surviving(read_metrics(self._run.metrics_path)):
             if "time/train" in row:  # the others are evaluations
-                found[row["step"]] = _comparable(row)
+                found[row["step"]] = comparable(row)
         if not found:
             raise RunError(f"run {self._run.run_id} has trained no step, so there is nothing to replay")
         return found
@@ -174,10 +174,10 @@ def differing(recorded: Metrics, replayed: Metrics, tolerance: float) -> list[st
     return [name for name in sorted({*recorded, *replayed}) if not same(name)]
 
 
-def _comparable(metrics: Mapping[str, Any]) -> Metrics:
-    """Return a trainer's metrics without its times; not a number is None, as it is on disk."""
+def comparable(metrics: Mapping[str, Any]) -> Metrics:
+    """Return a trainer's metrics without its times; what is not finite is None, as it is on disk."""
     return {
-        name: None if value is None or math.isnan(value) else float(value)
+        name: float(value) if value is not None and math.isfinite(value) else None
         for name, value in metrics.items()
         if name.startswith("train/") and not name.endswith(("_seconds", "_per_second"))
     }

@@ -22,8 +22,9 @@ from rollhook.rundir import RunDir
 from rollhook.runtime import charts
 from rollhook.runtime.figures import Figures, Tally, read_figures
 from rollhook.runtime.results import RunResult, read_result
-from rollhook.runtime.transcript import cut, duration, plain, transcript
+from rollhook.runtime.transcript import cut, duration, transcript
 from rollhook.runtime.vitals import state_of
+from rollhook.terminal import plain
 
 if TYPE_CHECKING:
     from jinja2 import Template

@@ -31,6 +31,12 @@ class TaskScore:
     c: int
     errors: int
 
+    def __post_init__(self) -> None:
+        """Raise ValueError or TypeError for what cannot be: this is read from files too."""
+        names = (self.environment, self.task_id, self.digest, self.family)
+        if not all(isinstance(name, str) for name in names) or not 0 <= self.c <= self.n or self.errors < 0:
+            raise ValueError(f"{self} cannot be")
+
 
 @dataclass(frozen=True)
 class Row:

@@ -1,9 +1,8 @@
-"""Texts of models and sandboxes, made fit to be shown: nothing invisible, and cut where they are long."""
+"""Transcripts of episodes, cut where they are long."""
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,14 +10,6 @@ from rollhook.records import EpisodeRecord
 
 #: characters of a text and messages of a transcript that are shown
 MAX_TEXT, MAX_MESSAGES = 6000, 60
-_UNSHOWN = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]"
-)
-
-
-def plain(text: str) -> str:
-    """Return a text with what would not be seen as it is (control characters and the like) as escapes."""
-    return _UNSHOWN.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def cut(text: str, limit: int = MAX_TEXT) -> str:
