@@ -430,3 +430,13 @@ async def test_a_driven_run_leaves_no_live_file_and_a_died_one_does(tmp_path: Pa
     await rig.drive()
     assert diagnose(rig.run).state == "succeeded"
     assert read_live(rig.run.path / "attempts/2") is None
+
+
+async def test_leases_of_a_dead_attempt_are_closed_by_the_next_which_found_none_of_their_sandboxes(
+    tmp_path: Path,
+) -> None:
+    rig = Rig(tmp_path, steps=1)
+    rig.die("sandbox.before_create", hit=2)
+    assert len(diagnose(rig.run).open_leases) > 0
+    await rig.drive()
+    assert diagnose(rig.run).open_leases == []

@@ -77,6 +77,8 @@ def diagnose(
     reaped: set[str] = set()
     for attempt in attempts:
         entries = _entries(attempt, found)
+        clean = {entry.data["host"] for entry in entries if entry.event == "sandboxes_reaped"}
+        found.open_leases = [lease for lease in found.open_leases if lease.host not in clean]
         reaped |= {entry.data["nonce"] for entry in entries if entry.event == "lease_reaped"}
         if attempt is newest and entries:
             last = entries[-1]

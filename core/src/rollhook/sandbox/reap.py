@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -98,7 +99,7 @@ async def reap(
     """Delete the sandboxes whose attempt is over, among those that `survey` finds.
 
     With `dry_run` nothing is deleted, only reported. `record` takes a `lease_reaped` entry for each, where
-    the caller drives a run itself.
+    the caller drives a run itself, and `sandboxes_reaped` once none is left.
     """
     report = ReapReport()
 
@@ -114,6 +115,8 @@ async def reap(
             report.deleted[finding.sandbox.id] = finding.reason
         else:
             await _delete(backend, finding, report, record)
+    if record is not None and not (report.kept or report.failed):
+        record.append("sandboxes_reaped", host=socket.gethostname())
     return report
 
 
