@@ -43,7 +43,7 @@ class Composition:
     @property
     def rolls_out(self) -> bool:
         """Whether episodes are run, to train on or to evaluate."""
-        return self.trains_on_episodes or bool(self.recipe.evaluation.every) or not self.trains
+        return self.trains_on_episodes or not self.trains
 
     @property
     def asks_endpoint(self) -> bool:
@@ -108,8 +108,6 @@ def missing_parts(c: Composition) -> Iterator[Problem]:
         yield Problem(
             "sandbox", f"is missing: agent {agent.name} works in one", hint="for example sandbox: local"
         )
-    if r.evaluation.every and c.trains and not r.environment:
-        yield Problem("evaluation.every", "evaluates on an environment, and there is none")
 
 
 def no_effect(c: Composition) -> Iterator[Problem]:
@@ -124,24 +122,14 @@ def no_effect(c: Composition) -> Iterator[Problem]:
     if c.trains and not c.trains_on_episodes:
         keys = ["group_size", "batch_groups", "submission", "refill_limit", "drop_zero_variance"]
         keys += ["draw", "draw_floor", "permute_rewards", "max_staleness", "buffer_groups"]
+        keys = [f"rollout.{key}" for key in keys] + ["outcomes"]
+        if r.evaluation.every:
+            keys += ["evaluation.every"]
         chosen = c.layer("trainer")
-        yield from _idle(
-            c,
-            [f"rollout.{key}" for key in keys] + ["outcomes"],
-            chosen,
-            f"trainer {_use(r.trainer)} brings its own data",
-        )
-        if not r.evaluation.every:
-            rest = [
-                "environment",
-                "agent",
-                "sandbox",
-                "router",
-                "engine",
-                "budgets",
-                "rollout.max_concurrent",
-            ]
-            yield from _idle(c, [*rest, "rollout.workers", "rollout.sampling"], chosen, "no episode is run")
+        yield from _idle(c, keys, chosen, f"trainer {_use(r.trainer)} brings its own data")
+        rest = ["environment", "agent", "sandbox", "router", "engine", "budgets"]
+        rest += ["rollout.max_concurrent", "rollout.workers", "rollout.sampling"]
+        yield from _idle(c, rest, chosen, "no episode is run")
     if not c.trains and not c.evaluating:
         keys = ["steps", "checkpoint.every", "checkpoint.keep", "rollout.permute_rewards", "evaluation.every"]
         yield from _idle(c, keys, c.layer("trainer"), "there is no trainer")
