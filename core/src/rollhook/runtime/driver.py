@@ -117,7 +117,7 @@ class Driver:
             training = Training(parts, self.cluster, attempt.path)
             stack.push_async_callback(training.stop)
             await self._start(training, rollouts, attempt, base)
-            self._complete_rows(base)
+            await asyncio.to_thread(self._complete_rows, base)
             self.observers.run_started(attempt.run.run_id, attempt.number, self.recipe)
             status: Status = "failed"
             try:
