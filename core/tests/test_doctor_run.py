@@ -26,6 +26,7 @@ from rollhook.runtime.diagnosis import diagnose
 from rollhook.runtime.episode import EpisodeRequest, EpisodeRunner
 from rollhook.runtime.live import Live
 from rollhook.runtime.live_file import publishing, read_live, snapshot
+from rollhook.runtime.vitals import state_of
 from rollhook.sandbox import SandboxSpec
 from rollhook.sandbox.pool import SandboxPool
 from rollhook.session.common import SessionStats
@@ -418,6 +419,13 @@ def test_a_damaged_journal_is_a_finding(run: RunDir) -> None:
     assert [each.nonce for each in found.open_leases] == ["n1"]
     assert "the checksum does not fit" in found.findings[0]
     assert diagnose(run).journal.seq == 3
+
+
+def test_an_attempt_that_ends_while_it_is_looked_at_has_not_died(run: RunDir) -> None:
+    attempt = run.claim()
+    before = run.newest_attempt()
+    attempt.finish("succeeded")
+    assert state_of(before, watch=lambda paths: set()) == "succeeded"
 
 
 async def test_a_driven_run_leaves_no_live_file_and_a_died_one_does(tmp_path: Path) -> None:

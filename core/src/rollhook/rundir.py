@@ -94,6 +94,10 @@ class AttemptInfo:
         """Return who drives or drove it, in words."""
         return f"process {self.owner.get('pid', '?')} on {self.owner.get('host', 'an unknown host')}"
 
+    def read_again(self) -> AttemptInfo:
+        """Return what is on disk about it now."""
+        return _attempt_info(self.path)
+
     def surely_dead(self) -> bool:
         """Return whether it has ended for certain, seen without waiting for its heartbeat.
 

@@ -21,6 +21,6 @@ def state_of(attempt: AttemptInfo | None, watch: Callable[..., set[Any]] = movin
         return "not started"
     if attempt.status is not None:
         return attempt.status
-    if attempt.surely_dead():
-        return "dead"
-    return "running" if watch([attempt.heartbeat_path]) else "dead"
+    if not attempt.surely_dead() and watch([attempt.heartbeat_path]):
+        return "running"
+    return attempt.read_again().status or "dead"  # it may have ended in good order meanwhile
