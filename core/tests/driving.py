@@ -82,9 +82,9 @@ class Rig:
             self.keys[key] = {**old, **value} if isinstance(old, dict) else value
         self.run = RunDir.create(root / "runs", "rig", run_id=f"rig-{next(_NUMBERS)}")
 
-    async def drive(self, drain=None):
-        """Drive the next attempt to its end and return its result."""
-        return await _drive(self.run.path, self.keys, drain or asyncio.Event())
+    async def drive(self, drain=None, shown=None):
+        """Drive the next attempt to its end and return its result; `shown` takes what a user sees."""
+        return await _drive(self.run.path, self.keys, drain or asyncio.Event(), shown)
 
     def die(self, failpoint, hit=1):
         """Drive the next attempt in a process that is killed at a failpoint."""
@@ -129,14 +129,14 @@ def _attempt_in_trouble(path, keys, said, function, args):
         said.write_text(str(error))
 
 
-async def _drive(path, keys, drain):
+async def _drive(path, keys, drain, shown=None):
     recipe = Recipe.model_validate(keys)
     plugins = Plugins(
         EntryInfo(*name.split("."), module="driving", distribution="driving", version="1")
         for name in COMPONENTS
     )
     plugins.add(tuple(name.split(".")) for name in COMPONENTS)
-    display = Display(Console(file=io.StringIO()))
+    display = Display(Console(file=shown or io.StringIO(), width=200))
     driver = Driver(recipe, keys, "digest", plugins, RunDir(path), FakeCluster(), display, drain)
     return await driver.run()
 

@@ -1,6 +1,7 @@
 """Whole runs in trouble: the last words say what and where, nothing is corrupt, the next attempt goes on."""
 
 import asyncio
+import io
 import json
 
 import pytest
@@ -67,6 +68,21 @@ async def test_a_torn_tail(rig):
     with rig.run.attempts()[0].journal_path.open("ab") as file:
         file.write(b'{"data":{"step":7')
     await goes_on(rig)
+
+
+async def test_an_attempt_that_does_not_do_all_steps_says_how_to_go_on(rig, monkeypatch):
+    how, shown = f"Go on with: rollhook run --resume {rig.run.run_id}", io.StringIO()
+    with monkeypatch.context() as patched, pytest.raises(TypeError):
+        patched.setattr(CountingTrainer, "save", None)
+        await rig.drive(shown=shown)
+    assert how in shown.getvalue()
+    drain, shown = asyncio.Event(), io.StringIO()
+    drain.set()
+    assert (await rig.drive(drain, shown=shown)).status == "stopped"
+    assert how in shown.getvalue()
+    shown = io.StringIO()
+    assert (await rig.drive(shown=shown)).status == "succeeded"
+    assert "Go on with" not in shown.getvalue()
 
 
 async def test_damage_in_the_middle_of_a_journal_stops_the_next_attempt(rig):

@@ -91,6 +91,8 @@ class Driver:
         self.result.seconds = time.monotonic() - began
         try:
             self._conclude(attempt, status)
+            if status != "succeeded":
+                self.display.say(f"Go on with: rollhook run --resume {self.run_dir.run_id}")
             await asyncio.to_thread(write_report, self.run_dir)
         except RunError as error:
             if failure is None:
