@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import signal
 
 import orjson
 import pytest
@@ -342,6 +343,30 @@ def test_the_verb_takes_the_episodes_of_steps(run, verb, capsys):
     assert [row["episode_id"] for row in rows] == ["right", "other"]
     assert verb("--steps", "3") == 2
     assert verb("--purpose", "oracle") == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_the_verb_in_order(run, verb, capsys, monkeypatch, number):
+    """SIGTERM too, which would else leave sandboxes."""
+    recorded(run, record("right", RIGHT, 1.0), record("other", RIGHT, 1.0))
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+
+    async def verify(self, transcript):
+        signal.raise_signal(number)
+        await asyncio.Event().wait()
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr("test_rescore.WritePhase.verify", verify)
+            assert verb("--run-id", "again") == 3
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert "Stopped; go on with --resume again" in capsys.readouterr().err
+    again = RunDir(run.path.parent / "again")
+    assert [attempt.status for attempt in again.attempts()] == ["stopped"]
+    text = (again.path / "attempts/1/journal.jsonl").read_text()
+    assert text.count('"event":"lease"') == text.count('"event":"lease_released"') > 0
+    assert verb("--resume", "again") == 0
 
 
 def session(messages, ended="done", **keys):

@@ -98,6 +98,8 @@ def _groups(run: RunDir, steps: str) -> set[str]:
 async def _rescore(
     rescorer: Rescorer, choice: Choice, results: Results, concurrency: int, display: Display
 ) -> None:
+    from rollhook.runtime.stopping import stopping
+
     todo = [each for each in choice.episode_ids if each not in results.kept]
     if len(todo) < len(choice.episode_ids):
         display.say(
@@ -110,10 +112,11 @@ async def _rescore(
         if not row.same:
             display.say(_line(row))
 
-    async with rescorer:
-        display.begin("rescore", len(todo))
-        await rescorer.run(todo, concurrency, finished)
-        display.end()
+    with stopping(display):
+        async with rescorer:
+            display.begin("rescore", len(todo))
+            await rescorer.run(todo, concurrency, finished)
+            display.end()
 
 
 def _show(

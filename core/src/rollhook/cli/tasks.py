@@ -133,22 +133,24 @@ async def _prove(
     display: Display,
 ) -> list[TaskProof]:
     from rollhook.runtime.oracle import Proofs, load_parts
+    from rollhook.runtime.stopping import stopping
 
     parts = load_parts(recipe, attempt.path, attempt.run.run_id, attempt.number)
-    async with Proofs(parts, attempt) as proofs:
-        tasks = _chosen(await asyncio.to_thread(proofs.environment.tasks, split), only)
-        todo = results.todo(tasks)
-        if len(todo) < len(tasks):
-            display.say(f"{len(tasks) - len(todo)} tasks have been proven before and are not run again")
-        display.begin("oracle and nop", len(todo))
+    with stopping(display):
+        async with Proofs(parts, attempt) as proofs:
+            tasks = _chosen(await asyncio.to_thread(proofs.environment.tasks, split), only)
+            todo = results.todo(tasks)
+            if len(todo) < len(tasks):
+                display.say(f"{len(tasks) - len(todo)} tasks have been proven before and are not run again")
+            display.begin("oracle and nop", len(todo))
 
-        def finished(row: TaskProof) -> None:
-            results.add(row)
-            display.advance()
-            display.say(f"[{row.oracle}|{row.nop}] {row.task_id}" + (f"  {row.why}" if row.why else ""))
+            def finished(row: TaskProof) -> None:
+                results.add(row)
+                display.advance()
+                display.say(f"[{row.oracle}|{row.nop}] {row.task_id}" + (f"  {row.why}" if row.why else ""))
 
-        await proofs.run(todo, concurrency, finished)
-        display.end()
+            await proofs.run(todo, concurrency, finished)
+            display.end()
     return [results.kept[task.id] for task in tasks]
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,6 +23,7 @@ from rollhook.runtime.parts import Parts
 from rollhook.runtime.rollouts import Rollouts
 from rollhook.runtime.scores import Scores, conditions, evaluations, score, write_scores
 from rollhook.runtime.seeds import derive
+from rollhook.runtime.stopping import stopping
 
 if TYPE_CHECKING:
     from rollhook.cluster import Cluster
@@ -62,7 +62,7 @@ async def evaluate_run(
     attempt = await asyncio.to_thread(run.claim, "eval")
     status: Status = "failed"
     try:
-        with display.running(), _stopping(display) as take_signals:
+        with display.running(), stopping(display) as take_signals:
             scores = await _Evaluation(loaded, plugins, attempt, display, take_signals).run()
             await asyncio.to_thread(write_scores, run.path, scores, ks)
         status = "succeeded"
@@ -277,29 +277,3 @@ def _only_held_out(recipe: Recipe) -> Recipe:
             "evaluation": recipe.evaluation.model_copy(update={"every": 1}),
         }
     )
-
-
-@contextmanager
-def _stopping(display: Display) -> Iterator[Callable[[], None]]:
-    """Let SIGINT and SIGTERM cancel the current task, once; gives what takes the signals again."""
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None
-    asked = asyncio.Event()
-
-    def stop() -> None:
-        if not asked.is_set():
-            asked.set()
-            display.say("Stopping ...")
-            task.cancel()
-
-    def take() -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
-            loop.add_signal_handler(number, stop)
-
-    take()
-    try:
-        yield take
-    finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
