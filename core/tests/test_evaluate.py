@@ -1,6 +1,7 @@
 """Evaluation: choice of tasks, what is counted, names of metrics, the table before and after."""
 
 import asyncio
+import logging
 import math
 from collections import Counter
 from io import StringIO
@@ -13,7 +14,7 @@ from rollhook.engine import SamplingParams
 from rollhook.environment import Task
 from rollhook.records import Outcome
 from rollhook.runtime.evaluate import Evaluation, choose, comparison, evaluate
-from rollhook.runtime.progress import summaries
+from rollhook.runtime.progress import Display, summaries
 from rollhook.runtime.statistics import Rate
 
 TASKS = [Task(f"{f}{n}", f"{f}{n}", "heldout", f) for f in ("big",) for n in range(40)]
@@ -126,3 +127,11 @@ def test_names_of_families_are_no_markup_and_no_commands_to_the_terminal() -> No
     for table in summaries(found):
         console.print(table)
     assert "[/red]\\x1b[2J" in console.file.getvalue()
+
+
+def test_a_warning_that_quotes_somebody_is_no_command_to_the_terminal(monkeypatch) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    console = Console(file=StringIO(), width=120)
+    Display(console).take_logs()
+    logging.getLogger("rollhook.there").warning("503: %s", "[/red]\x1b[2J")
+    assert "503: [/red]\\x1b[2J" in console.file.getvalue()

@@ -62,7 +62,8 @@ class Display:
     def take_logs(self) -> None:
         """Show warnings of every logger on the display."""
         handler = RichHandler(console=self.console, show_path=False, show_time=False)
-        logging.basicConfig(level=logging.WARNING, handlers=[handler], format="%(message)s")
+        handler.setFormatter(_PlainFormatter("%(message)s"))
+        logging.basicConfig(level=logging.WARNING, handlers=[handler])
 
     def say(self, text: str) -> None:
         """Print a line that stays."""
@@ -114,6 +115,13 @@ class Display:
             pace = (recent[-1] - recent[0]) / (len(recent) - 1)
             parts.append(f"ETA {_clock(pace * (steps - step))}")
         return " | ".join(parts)
+
+
+class _PlainFormatter(logging.Formatter):
+    """Messages quote endpoints and sandboxes."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return plain(super().format(record))
 
 
 def summaries(evaluations: Sequence[Evaluation]) -> list[Table]:
