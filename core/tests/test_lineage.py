@@ -114,10 +114,10 @@ def owned(run, base, limit, find=lambda name, task_id: TASK):
     lineage = Lineage.read(run)
     lineage.cut(base)
     lineage.bases[9] = base
+    prompts, refused = owned_prompts(lineage, run, recipe, find)
     return {
-        prompt.group_id: [record.episode_id for record in group.records]
-        for prompt, group in owned_prompts(lineage, run, recipe, find)
-    }
+        prompt.group_id: [record.episode_id for record in group.records] for prompt, group in prompts
+    }, refused
 
 
 def test_prompts_that_no_surviving_step_took_are_owned_again_with_episodes_that_may_still_train(run):
@@ -131,16 +131,20 @@ def test_prompts_that_no_surviving_step_took_are_owned_again_with_episodes_that_
     episode(run, "a1-s00001-g000-e01-t0", (2, 3))  # has a token of a version that did not survive
     episode(run, "a1-s00001-g001-e01-t0", (2, 2), Outcome("infra_error", boundary="sandbox", cause="gone"))
     episode(run, "a1-s00001-g001-e01-t1", (2, 2))
-    assert owned(run, base=1, limit=1) == {
+    again, refused = owned(run, base=1, limit=1)
+    assert again == {
         "s00000-g001": ["a1-s00000-g001-e00-t0"],
         "s00001-g000": ["a1-s00001-g000-e00-t0"],
         "s00001-g001": ["a1-s00001-g001-e01-t1"],
     }
-    assert owned(run, base=1, limit=0) == {
+    assert refused == {"a1-s00001-g000-e01-t0": "lineage"}
+    again, refused = owned(run, base=1, limit=0)
+    assert again == {
         "s00000-g001": [],
         "s00001-g000": [],
         "s00001-g001": ["a1-s00001-g001-e01-t1"],
     }
+    assert refused["a1-s00000-g001-e00-t0"] == "stale"
 
 
 def test_a_task_that_is_gone_is_named(run):

@@ -12,6 +12,7 @@ from rollhook.errors import EngineError
 from rollhook.recipe.schema import Recipe
 from rollhook.router import RouterPolicy
 from rollhook.runtime.lineage import Lineage
+from rollhook.runtime.parts import Parts
 from rollhook.runtime.rollouts import Rollouts, distinct
 from rollhook.session import Renderer
 from rollhook.testing.engine import LocalPlacement
@@ -43,7 +44,7 @@ class Described(FakeSandboxes):
         return {"mode": "fake", "limits": "none"}
 
 
-class FakeParts:
+class FakeParts(Parts):
     """Builds the parts of this test; what the recipe calls them does not matter."""
 
     def __init__(self, recipe, directory, reply):

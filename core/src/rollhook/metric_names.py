@@ -83,7 +83,7 @@ SECTIONS = (
             Metric(
                 "groups/rejected/<reason>",
                 "groups",
-                "by reason: zero_variance, incomplete, stale, too_few_rewards, lineage, a filter's",
+                "by reason: zero_variance, incomplete, stale, too_few_rewards, a filter's",
                 "there are any",
             ),
             Metric("buffer/groups", "groups", "whole groups that wait for a later step"),

@@ -120,7 +120,8 @@ class Proofs:
     async def __aenter__(self) -> Self:
         self._stack.push_async_callback(self.environment.aclose)
         try:
-            pool, capabilities = await self._parts.open_pool(self._attempt, self._stack)
+            pool = await self._parts.open_pool(self._attempt, self._stack)
+            capabilities = pool.backend.capabilities if pool is not None else frozenset()
             if problems := self.environment.problems(capabilities):
                 raise UsageError(f"these tasks cannot run here: {'; '.join(problems)}")
             for name in AGENTS:

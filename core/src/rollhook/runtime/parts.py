@@ -15,11 +15,16 @@ from rollhook.plugins import Plugins
 from rollhook.recipe.schema import Recipe, Use
 from rollhook.records import Group
 from rollhook.runtime.seeds import derive
+from rollhook.sandbox.lease import PREFIX
 from rollhook.sandbox.pool import SandboxPool
+from rollhook.sandbox.reap import reap
 from rollhook.secrets import resolve_secret
 
 if TYPE_CHECKING:
     from rollhook.rundir import Attempt
+    from rollhook.sandbox import SandboxBackend
+
+logger = logging.getLogger(__name__)
 
 
 class Parts:
@@ -61,19 +66,22 @@ class Parts:
         agent: Agent = self.build("agent", self.recipe.agent, "agent")
         return agent
 
-    async def open_pool(
-        self, attempt: Attempt, stack: AsyncExitStack
-    ) -> tuple[SandboxPool | None, frozenset[str]]:
-        """Start the recipe's sandboxes; return their pool, which ends with the stack, and what they can do.
+    async def open_pool(self, attempt: Attempt, stack: AsyncExitStack) -> SandboxPool | None:
+        """Start the recipe's sandboxes; return their pool, which ends with the stack, or None without any.
 
-        Without sandboxes in the recipe: no pool, and nothing.
+        What earlier attempts of the run left is deleted first, also where no index of runs knows the run.
         """
         use = self.recipe.sandbox
         if use is None:
-            return None, frozenset()
-        backend = self.build("sandbox", use, "sandbox")
+            return None
+        backend: SandboxBackend = self.build("sandbox", use, "sandbox")
         stack.push_async_callback(backend.aclose)
         await backend.start()
+        if attempt.number > 1:
+            labels = {PREFIX + "run": attempt.run.run_id}
+            report = await reap(backend, labels=labels, find=lambda _: attempt.run, record=attempt.journal)
+            if report.deleted:
+                logger.warning("%d sandboxes of earlier attempts were deleted", len(report.deleted))
         pool = SandboxPool(
             backend,
             run_id=attempt.run.run_id,
@@ -84,7 +92,7 @@ class Parts:
             warm=use.warm,
         )
         stack.push_async_callback(pool.aclose)
-        return pool, backend.capabilities
+        return pool
 
     def accept_group(self, group: Group) -> str | None:
         """Ask the loaded filters; the first reason counts."""

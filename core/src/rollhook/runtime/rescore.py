@@ -160,7 +160,8 @@ class Rescorer:
         recipe = self._parts.recipe
         if not recipe.environment:
             raise UsageError(f"run {self._run.run_id} has no environment, so it judged nothing")
-        pool, capabilities = await self._parts.open_pool(self._attempt, self._stack)
+        pool = await self._parts.open_pool(self._attempt, self._stack)
+        capabilities = pool.backend.capabilities if pool is not None else frozenset()
         agent = self._parts.build_agent()
         self._stack.push_async_callback(agent.aclose)
         names = distinct([use.use for use in recipe.environment])

@@ -22,11 +22,11 @@ FindTask = Callable[[str, str], Task | None]
 
 def owned_prompts(
     lineage: Lineage, run: RunDir, recipe: Recipe, find: FindTask
-) -> list[tuple[Prompt, Group]]:
+) -> tuple[list[tuple[Prompt, Group]], dict[str, str]]:
     """Return the prompts to be owned again, oldest first, each with the episodes that may still train.
 
-    An episode may when each of its tokens is of a version of this lineage that is not too old. Blocks on the
-    disk. RunError when a prompt's task is gone.
+    An episode may when each of its tokens is of a version of this lineage that is not too old; of the others
+    the reason, `lineage` or `stale`, is returned by id. Blocks on the disk. RunError when a task is gone.
     """
     size, taken = recipe.rollout.group_size, lineage.consumed
     owned: dict[str, tuple[Prompt, Group]] = {}
@@ -41,29 +41,38 @@ def owned_prompts(
             )
         prompt = Prompt(group_id, task, drawn["environment"])
         owned[group_id] = prompt, prompt.group(size)
-    kept = _reusable(lineage, run, recipe, {group_id: group for group_id, (_, group) in owned.items()})
-    for sample in read_samples(run.episodes, kept) if kept else ():
-        owned[sample.group_id][1].samples.append(sample)
-    return list(owned.values())
+    groups = {group_id: group for group_id, (_, group) in owned.items()}
+    refused: dict[str, str] = {}
+    if groups:
+        kept = _put_records(lineage, run, recipe.rollout.max_staleness, groups, refused)
+        for sample in read_samples(run.episodes, kept) if kept else ():
+            groups[sample.group_id].samples.append(sample)
+    return list(owned.values()), refused
 
 
-def _reusable(lineage: Lineage, run: RunDir, recipe: Recipe, groups: dict[str, Group]) -> set[str]:
+def _put_records(
+    lineage: Lineage, run: RunDir, limit: int, groups: dict[str, Group], refused: dict[str, str]
+) -> set[str]:
     """Put the records of episodes that may still train into their groups; return their ids."""
-    if not groups:
-        return set()
-    limit = recipe.rollout.max_staleness
     kept: dict[tuple[str, int], str] = {}
     for record in read_records(run.episodes):
         group = groups.get(record.group_id)
         if group is None or record.purpose != "train" or failed(record):
             continue
         place = record.group_id, member(record.episode_id)
-        if place not in kept and _fresh(record, lineage, limit):
+        if place in kept:
+            continue
+        if reason := _unfit(record, lineage, limit):
+            refused[record.episode_id] = reason
+        else:
             kept[place] = record.episode_id
             group.records.append(record)
     return set(kept.values())
 
 
-def _fresh(record: EpisodeRecord, lineage: Lineage, limit: int) -> bool:
-    known = [lineage.versions.get(version) for version in record.versions or ()]
-    return all(step is not None and lineage.newest_base - step <= limit for step in known)
+def _unfit(record: EpisodeRecord, lineage: Lineage, limit: int) -> str:
+    """Return why an episode may not train any more; empty when it may."""
+    steps = [lineage.versions.get(version) for version in record.versions or ()]
+    if any(step is None for step in steps):
+        return "lineage"
+    return "stale" if any(lineage.newest_base - step > limit for step in steps if step is not None) else ""

@@ -30,10 +30,7 @@ from rollhook.runtime.parts import Parts
 from rollhook.runtime.producer import Producer
 from rollhook.runtime.reuse import owned_prompts
 from rollhook.runtime.seeds import derive
-from rollhook.sandbox import SandboxBackend
-from rollhook.sandbox.lease import PREFIX
 from rollhook.sandbox.pool import SandboxPool
-from rollhook.sandbox.reap import reap
 from rollhook.session import Policy, PolicyClient
 from rollhook.session.gateway import Gateway, SessionDefaults
 
@@ -84,10 +81,12 @@ class Rollouts:
         recipe = self._recipe
         published = publishing(self._attempt.path, self.live, lambda: self._policy)
         await self._stack.enter_async_context(published)
-        backend = await self._backend()
+        pool = self._pool = await self._parts.open_pool(self._attempt, self._stack)
+        if pool is not None and (described := pool.backend.describe()):
+            self.descriptions["sandbox"] = ", ".join(f"{key} {text}" for key, text in described.items())
         agent = self._parts.build_agent()
         self._stack.push_async_callback(agent.aclose)
-        capabilities = backend.capabilities if backend is not None else frozenset()
+        capabilities = pool.backend.capabilities if pool is not None else frozenset()
         for number, (name, use) in enumerate(zip(self._names, recipe.environment, strict=True)):
             environment: Environment = self._parts.build("environment", use, f"environment.{number}")
             self._stack.push_async_callback(environment.aclose)
@@ -149,7 +148,10 @@ class Rollouts:
         """Start making groups, with `step` steps done: first of the prompts that earlier attempts left."""
         for name, state in (lineage.draw or {}).items():
             self._draws[name].load(state)
-        owned = await asyncio.to_thread(owned_prompts, lineage, self._attempt.run, self._recipe, self._task)
+        run = self._attempt.run
+        owned, refused = await asyncio.to_thread(owned_prompts, lineage, run, self._recipe, self._task)
+        for episode_id, reason in refused.items():
+            self._attempt.journal.append("episode_rejected", episode_id=episode_id, reason=reason)
         self._producer = Producer(
             self._runners,
             self._recipe.rollout,
@@ -271,37 +273,6 @@ class Rollouts:
     async def aclose(self) -> None:
         """Release everything: engines, sandboxes, environments."""
         await self._stack.aclose()
-
-    async def _backend(self) -> SandboxBackend | None:
-        use = self._recipe.sandbox
-        if use is None:
-            return None
-        backend: SandboxBackend = self._parts.build("sandbox", use, "sandbox")
-        self._stack.push_async_callback(backend.aclose)
-        await backend.start()
-        if self._attempt.number > 1:
-            await self._reap(backend)
-        if described := backend.describe():
-            self.descriptions["sandbox"] = ", ".join(f"{key} {text}" for key, text in described.items())
-        self._pool = SandboxPool(
-            backend,
-            run_id=self._attempt.run.run_id,
-            attempt=self._attempt.number,
-            journal=self._attempt.journal,
-            create_concurrency=use.create_concurrency,
-            create_retries=use.create_retries,
-            warm=use.warm,
-        )
-        self._stack.push_async_callback(self._pool.aclose)
-        return backend
-
-    async def _reap(self, backend: SandboxBackend) -> None:
-        """Delete what earlier attempts of this run left, also where no index of runs knows it."""
-        run = self._attempt.run
-        labels = {PREFIX + "run": run.run_id}
-        report = await reap(backend, labels=labels, find=lambda _: run, record=self._attempt.journal)
-        if report.deleted:
-            logger.warning("%d sandboxes of earlier attempts were deleted", len(report.deleted))
 
     async def _serve(self, policy: Policy) -> None:
         """Give the sessions their HTTP face; its address is in the attempt's `gateway.json`."""

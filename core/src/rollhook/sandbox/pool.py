@@ -72,7 +72,7 @@ class SandboxPool:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         rng: random.Random | None = None,
     ) -> None:
-        self._backend = backend
+        self.backend = backend
         self._run_id = run_id
         self._attempt = attempt
         self._journal = journal
@@ -235,7 +235,7 @@ class SandboxPool:
             raw = await self._try_until_made(labelled, state)
             fail("sandbox.after_create")
             self._journal.append("lease_created", nonce=lease.nonce, sandbox_id=raw.id)
-            sandbox = Sandbox(raw, capabilities=self._backend.capabilities)
+            sandbox = Sandbox(raw, capabilities=self.backend.capabilities)
         except BaseException:
             self._chore(self._clear(state))
             raise
@@ -251,13 +251,13 @@ class SandboxPool:
             await self._throttle.acquire()
             state.tries += 1
             started = self._clock()
-            state.call = asyncio.create_task(self._backend.create(spec))
+            state.call = asyncio.create_task(self.backend.create(spec))
             state.call.add_done_callback(lambda _: self._throttle.release())
             try:
                 raw = await asyncio.shield(state.call)
             except Exception as error:
                 state.call = None
-                if state.tries > self._retries or not self._backend.retryable(error):
+                if state.tries > self._retries or not self.backend.retryable(error):
                     self._counts["failures"] += 1
                     raise _create_failed(error, state.tries) from error
                 logger.info("creating a sandbox failed (try %d): %s", state.tries, error)
