@@ -435,6 +435,22 @@ async def test_prompts_of_earlier_attempts_come_first_and_keep_their_finished_ep
     assert made.drawn == [1]
 
 
+async def test_a_kept_episode_that_became_stale_while_its_group_waited_is_run_again(held):
+    runner, make = held
+    request = dataclasses.make_dataclass("R", ["episode_id", "group_id", "task", "seed"])
+    kept = finished(request("a0-s00000-g001-e01-t0", "s00000-g001", TASK, 0), FAIL)
+    group = Group("s00000-g001", "t1", "fake", "sort", 2, [kept.record], [*kept.samples])
+    first = Group("s00000-g000", "t1", "fake", "sort", 2)
+    owned = [(Prompt(each.group_id, TASK, "fake"), each) for each in (first, group)]
+    made = make(9, owned=owned, next_step=1, batch_groups=1)
+    await runner.until(2)
+    await runner.end(1)
+    await made.batch()
+    made.published(2, 1)
+    await runner.until(2)
+    assert sorted(runner.waiting) == ["a1-s00000-g001-e00-t0", "a1-s00000-g001-e01-t0"]
+
+
 async def test_what_stops_the_producer_is_raised_to_the_trainer():
     class Broken:
         async def run(self, request):

@@ -187,7 +187,9 @@ class Producer:
                     prompts = await self._draw(self._next_step)
                     self._next_step += 1
                     self._waiting.extend((prompt, prompt.group(size)) for prompt in prompts)
-                making = _Making(*self._waiting.popleft())
+                prompt, group = self._waiting.popleft()
+                self._discard_stale(group)
+                making = _Making(prompt, group)
                 self._making[making.group.group_id] = making
                 self._wanted += 1 if self._by_group else len(making.missing)
                 groups.create_task(self._make(making))
@@ -301,16 +303,20 @@ class Producer:
             if self._too_old(live.oldest_version):
                 live.cancel("stale")
         group, tasks = making.group, making.tasks
-        stale = {s.episode_id for s in group.samples if self._too_old(s.oldest_version)}
-        group.samples = [sample for sample in group.samples if sample.episode_id not in stale]
-        for record in [record for record in group.records if record.episode_id in stale]:
-            group.records.remove(record)
-            group.discarded.append(record)
+        for number in self._discard_stale(group):
             if tasks is not None and making.missing and not making.doomed and self._may_refill(group):
-                making.missing.append(number := member(record.episode_id))
+                making.missing.append(number)
                 tasks.create_task(self._fill(making, number))
             else:
                 self._give_up(making)
+
+    def _discard_stale(self, group: Group) -> list[int]:
+        """Take the finished episodes that are too old out of a group; return their places."""
+        stale = {s.episode_id for s in group.samples if self._too_old(s.oldest_version)}
+        group.samples = [sample for sample in group.samples if sample.episode_id not in stale]
+        group.discarded += [record for record in group.records if record.episode_id in stale]
+        group.records = [record for record in group.records if record.episode_id not in stale]
+        return [member(episode_id) for episode_id in sorted(stale)]
 
     def _give_up(self, making: _Making) -> None:
         making.doomed = True
