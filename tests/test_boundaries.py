@@ -152,6 +152,17 @@ def test_importing_it_imports_no_sdk(module: str) -> None:
     assert done.stdout.split() == []
 
 
+def test_checking_the_quickstart_imports_no_sdk() -> None:
+    """The budget of the command line: no SDK, torch or ray in `sys.modules`, with the real plugins."""
+    program = (
+        "import sys\nfrom rollhook.cli.main import main\n"
+        "try:\n    main(['check', 'quickstart', '--site', 'none'])\nexcept SystemExit as end:\n"
+        f"    print(end.code or 0, sorted({{*{SDKS!r}, 'aiohttp', 'numpy'}} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1] == "0 []", done.stdout + done.stderr
+
+
 def test_the_bootstrap_needs_the_standard_library_only() -> None:
     own = {"bootstrap", "workspace"}
     found = [e for path in (ROOT / "core").glob("*.py") for e in imports(path)]

@@ -5,10 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rollhook.component import BuildContext
-from rollhook.records import Sample
+
+if TYPE_CHECKING:
+    from rollhook.records import Sample
 
 
 class NativeTrainer(ABC):

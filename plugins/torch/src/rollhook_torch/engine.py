@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-
 from rollhook.component import BuildContext
 from rollhook.engine.base import Engine, Placement, Process
 from rollhook.errors import EngineError
@@ -99,6 +97,8 @@ class TransformersEngine(Engine):
             raise
 
     async def _until_healthy(self, worker: Worker, process: Process, log: Path, offset: int) -> None:
+        import aiohttp
+
         deadline = asyncio.get_running_loop().time() + self.config.start_timeout
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
             while True:

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rollhook.errors import TrainerError, UsageError
-from rollhook.records import Sample
 from rollhook.trainer import NativeTrainer
 from rollhook_torch import quiet
 from rollhook_torch.config import TrainerConfig
 
 if TYPE_CHECKING:
+    from rollhook.records import Sample
     from rollhook_torch.learner import Learner
 
 

@@ -1,7 +1,10 @@
-"""What a local sandbox costs, beside bare bubblewrap: `python benchmarks/sandbox_local.py [rounds]`.
+"""What a local sandbox costs, beside bare bubblewrap as the limit and SWE-ReX as the peer.
 
 One episode is create, one command, a file written and read, quiesce, remove, close; one after the other,
-then several at once. CPU is what this process, the keeper and all their children used.
+then eight at once. CPU is what this process, the keeper and all their children used. SWE-ReX 1.4.0 runs its
+local runtime, which isolates nothing: with one command (its `execute`), and with a bash session.
+
+Budget: create, exec and close take at most twice bare bubblewrap with the same command, or 10 ms more.
 """
 
 from __future__ import annotations
@@ -11,11 +14,12 @@ import logging
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+import measuring
 
 from rollhook.component import BuildContext
 from rollhook.sandbox import Sandbox, SandboxSpec
@@ -30,6 +34,8 @@ BARE = (
 )
 COMMAND = "echo hello > /tmp/rollhook-benchmark"
 PARTS = ("create", "exec", "write", "read", "quiesce", "remove", "close")
+BUDGETED = ("create", "exec", "close")
+SWEREX = "swe-rex==1.4.0"
 
 
 def tree_cpu(pid: int) -> float:
@@ -90,11 +96,17 @@ async def ours(mode: str, rounds: int, bare: float) -> None:
             await episode(backend, times)
         driver, keeper = time.process_time() - driver, tree_cpu(backend.keeper.pid) - keeper
         whole = [sum(parts) for parts in zip(*times.values(), strict=True)]
-        report(f"{mode}: whole episode", whole, driver + keeper, rounds)
-        for part in PARTS:
-            report(f"  {part}", times[part])
-        print(f"  CPU {driver / rounds * 1e3:.1f} ms here, {keeper / rounds * 1e3:.1f} ms in the keeper")
-        print(f"  wall {statistics.median(whole) / bare:.2f} of bare bubblewrap with the same command")
+        budgeted = [sum(parts) for parts in zip(*(times[part] for part in BUDGETED), strict=True)]
+        rows = [
+            row("create, exec, close", budgeted),
+            row("whole episode", whole, (driver + keeper) / rounds),
+            *(row(f"  {part}", times[part]) for part in PARTS),
+        ]
+        measuring.table(f"sandbox.local, {mode}", COLUMNS, rows)
+        median = statistics.median(budgeted)
+        print(f"create, exec, close: {median / bare:.2f} x bare bubblewrap, {(median - bare) * 1e3:+.1f} ms")
+        here, there = driver / rounds * 1e3, keeper / rounds * 1e3
+        print(f"CPU of an episode: {here:.1f} ms here, {there:.1f} ms in the keeper")
         started = time.perf_counter()
         gate = asyncio.Semaphore(8)
 
@@ -103,23 +115,47 @@ async def ours(mode: str, rounds: int, bare: float) -> None:
                 await episode(backend, times)
 
         await asyncio.gather(*(limited() for _ in range(rounds)))
-        print(f"  8 at once: {rounds / (time.perf_counter() - started):.0f} episodes/s")
+        print(f"eight at once: {rounds / (time.perf_counter() - started):.0f} episodes/s")
         await backend.aclose()
 
 
-def report(name: str, times: list[float], cpu: float | None = None, rounds: int = 1) -> None:
-    line = f"{name:28} p50 {statistics.median(times) * 1e3:6.2f} ms  best {min(times) * 1e3:6.2f} ms"
-    print(line + (f"  CPU {cpu / rounds * 1e3:6.2f} ms" if cpu is not None else ""))
+COLUMNS = ["", "median ms", "best ms", "CPU ms"]
+
+
+def row(name: str, times: list[float], cpu: float | None = None) -> list[object]:
+    return [name, statistics.median(times) * 1e3, min(times) * 1e3, "" if cpu is None else cpu * 1e3]
+
+
+def swerex(rounds: int) -> None:
+    """Measure the peer, if it can be had."""
+    if (python := measuring.peer(SWEREX)) is None:
+        return
+    program = Path(__file__).parent / "peers/sandbox_swerex.py"
+    found = measuring.measured([python, program, str(rounds), COMMAND])
+    rows = [[name, value] for name, value in found.items()]
+    measuring.table("SWE-ReX 1.4.0, local runtime (no isolation)", ["", "median ms"], rows)
 
 
 def main() -> None:
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 100
-    bare, cpu = timed(lambda: subprocess.run([*BARE, COMMAND], check=True), rounds)
-    report("bare bubblewrap", bare, cpu, rounds)
-    plain, cpu = timed(lambda: subprocess.run(["/bin/sh", "-c", COMMAND], check=True), rounds)
-    report("bare /bin/sh", plain, cpu, rounds)
-    for mode in sys.argv[2:] or ["bubblewrap"]:
+    parser = measuring.arguments(__doc__ or "")
+    parser.add_argument("--rounds", type=int, default=100, help="episodes (default: 100)")
+    parser.add_argument(
+        "--mode", nargs="+", default=["bubblewrap"], choices=["bubblewrap", "unshare", "process"],
+        help="of sandbox.local (default: bubblewrap)",
+    )  # fmt: skip
+    options = parser.parse_args()
+    rounds = 3 if options.quick else options.rounds
+    bare, bare_cpu = timed(lambda: subprocess.run([*BARE, COMMAND], check=True), rounds)
+    plain, plain_cpu = timed(lambda: subprocess.run(["/bin/sh", "-c", COMMAND], check=True), rounds)
+    rows = [
+        row("bare bubblewrap", bare, bare_cpu / rounds),
+        row("bare /bin/sh", plain, plain_cpu / rounds),
+    ]
+    measuring.table("the limits: one command", COLUMNS, rows)
+    for mode in options.mode:
         asyncio.run(ours(mode, rounds, statistics.median(bare)))
+    if not options.quick:
+        swerex(min(rounds, 50))
 
 
 if __name__ == "__main__":
