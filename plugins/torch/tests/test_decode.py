@@ -218,6 +218,16 @@ def test_a_dead_decode_thread_answers_everyone(client: Client, monkeypatch: pyte
         client.decoder.pause("in_place").result(WAIT)
 
 
+def test_an_asker_that_is_gone_does_no_harm(client: Client) -> None:
+    """Such as a client that waited no longer for an engine that stood still."""
+    stands_still = threading.Event()
+    client.decoder._act(stands_still.wait)
+    assert client.decoder.pause("in_place").cancel()
+    stands_still.set()
+    reply = client.run(prompts(1)[0], seed=1, count=3)
+    assert reply.finish == {"type": "length", "length": 3}
+
+
 def test_other_architectures_decode_alike(make_model: MakeModel, make_client: Callable[..., Client]) -> None:
     sizes = {"head_dim": 16, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
     client = make_client(make_model(architecture="gemma3_text", **sizes))

@@ -297,6 +297,8 @@ class Decoder:
     def _do_actions(self) -> None:
         while self._actions:
             action, future = self._actions.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue  # who asked is gone
             try:
                 future.set_result(action())
             except Exception as error:  # noqa: BLE001 - handed to who asked
@@ -366,7 +368,8 @@ class Decoder:
             request.finish = {"type": "abort", "message": f"the decode thread died: {self.error}"}
             request.done(request)
         for _, future in actions:
-            future.set_exception(RuntimeError(f"the decode thread died: {self.error}"))
+            if future.set_running_or_notify_cancel():
+                future.set_exception(RuntimeError(f"the decode thread died: {self.error}"))
 
     def _release(self, finished: Callable[[Request], bool]) -> None:
         rows = self._batch.rows
