@@ -419,6 +419,7 @@ async def test_prompts_of_earlier_attempts_come_first_and_keep_their_finished_ep
     group = Group("s00000-g001", "t1", "fake", "sort", 2)
     kept = finished(dataclasses.make_dataclass("R", ["episode_id", "group_id", "task", "seed"])(
         "a0-s00000-g001-e01-t0", "s00000-g001", TASK, 0), FAIL)  # fmt: skip
+    kept = dataclasses.replace(kept, record=dataclasses.replace(kept.record, attempt=0, completion_tokens=7))
     group.records.append(kept.record)
     group.samples.extend(kept.samples)
     whole = Group("s00000-g000", "t1", "fake", "sort", 2, [kept.record, kept.record], [*kept.samples] * 2)
@@ -430,6 +431,9 @@ async def test_prompts_of_earlier_attempts_come_first_and_keep_their_finished_ep
     await runner.end(1)
     batch = await made.batch()
     assert [len(each.rewards) for each in batch.accepted] == [2, 2]
+    metrics = batch_metrics(batch)
+    assert metrics["rollout/tokens"] == 3 * 7
+    assert metrics["rollout/tokens_per_second"] == 0.0, "those that an earlier attempt generated do not count"
     made.published(2, 1)
     await runner.until(4)
     assert made.drawn == [1]

@@ -53,7 +53,7 @@ SECTIONS = (
             Metric("rollout/pass_rate", "0..1", "share of rewards that are at least 1", "some have a reward"),
             Metric("rollout/turns_mean", "turns", "mean turns of the model"),
             Metric("rollout/tokens", "tokens", "tokens that the model generated"),
-            Metric("rollout/tokens_per_second", "tokens/s", "the same, by the time since the step before"),
+            Metric("rollout/tokens_per_second", "tokens/s", "those of this attempt, by the time of the step"),
             Metric("rollout/refills", "episodes", "episodes that took the place of a failed or stale one"),
             Metric(
                 "rollout/cancelled_stale",

@@ -40,7 +40,8 @@ class Batch:
     """What a step takes: the groups that train, in order, and what was rejected and why.
 
     `seconds` since the batch before was taken, of which the trainer `waited` so many; `staleness` in steps of
-    each sample that trains; `waiting` groups were ready beyond this batch, `in_flight` episodes ran.
+    each sample that trains; `waiting` groups were ready beyond this batch, `in_flight` episodes ran. It was
+    taken by `attempt`, of which an episode need not be.
     """
 
     accepted: list[Group] = field(default_factory=list)
@@ -50,6 +51,7 @@ class Batch:
     staleness: list[float] = field(default_factory=list)
     waiting: int = 0
     in_flight: int = 0
+    attempt: int = 1
 
     @property
     def groups(self) -> list[Group]:
@@ -135,10 +137,11 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     records = batch.records
     rewards = [r.outcome.reward for r in records if r.outcome.reward is not None]
     tokens = sum(r.completion_tokens for r in records)
+    made = sum(r.completion_tokens for r in records if r.attempt == batch.attempt)
     metrics = {
         "rollout/episodes": float(len(records)),
         "rollout/tokens": float(tokens),
-        "rollout/tokens_per_second": tokens / batch.seconds if batch.seconds else 0.0,
+        "rollout/tokens_per_second": made / batch.seconds if batch.seconds else 0.0,
         "rollout/turns_mean": _mean([float(r.turns) for r in records]),
         "rollout/refills": float(sum(group.refills for group in batch.groups)),
         "rollout/cancelled_stale": float(sum(record.outcome.cause == "stale" for record in records)),

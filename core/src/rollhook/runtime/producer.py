@@ -124,7 +124,12 @@ class Producer:
             error = self._task.exception()
             raise first_of(error) if error is not None else RuntimeError("the producer was closed")
         now = self._clock()
-        batch = Batch(seconds=now - self._asked, waited=now - began, waiting=len(self._ready) - count)
+        batch = Batch(
+            seconds=now - self._asked,
+            waited=now - began,
+            waiting=len(self._ready) - count,
+            attempt=self._attempt,
+        )
         self._asked = now
         groups = sorted(self._ready[:count], key=lambda group: group.group_id)
         del self._ready[:count]
