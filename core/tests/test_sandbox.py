@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import itertools
 import os
 import stat
 import tarfile
@@ -315,3 +316,20 @@ def test_the_words_of_tar_name_what_it_left_out(tmp_path: Path) -> None:
     said = "tar: ./s: socket ignored\ntar: ./odd: name: Cannot open: Permission denied\nother\n"
     report = transfer.unpack(archive(member("f")), tmp_path, 10, said)
     assert [name for name, _ in report.skipped] == ["s", "odd: name"]
+
+
+async def test_a_fake_sandbox_of_another_process_with_the_same_name_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Test runs beside each other on one machine count from 1 alike."""
+    boxes = []
+    for _ in range(2):
+        monkeypatch.setattr(FakeSandboxes, "_numbers", itertools.count(1))
+        boxes.append((backend := FakeSandboxes(), await backend.create(SandboxSpec())))
+    (one, here), (other, there) = boxes
+    assert here.id == there.id
+    process = await there.start(["cat"], stdin=True)
+    await one.delete(here.id)
+    await process.close_stdin()
+    assert await process.wait() == 0
+    await other.delete(there.id)

@@ -131,7 +131,7 @@ class FakeSandbox(RawSandbox):
             "PATH": os.environ.get("PATH", os.defpath),
             "HOME": str(self.root / "root"),
             "LANG": "C.UTF-8",
-            "FAKE_SANDBOX": self.id,
+            "FAKE_SANDBOX": str(self.root),
             **self.spec.env,
             **(env or {}),
         }
@@ -241,7 +241,7 @@ class FakeSandboxes(SandboxBackend):
         if box is None:
             return
         box.gone = True
-        mark = f"FAKE_SANDBOX={sandbox_id}\0".encode()
+        mark = f"FAKE_SANDBOX={box.root}\0".encode()
         for path in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
                 if path.name.isdecimal() and mark in (path / "environ").read_bytes() + b"\0":
