@@ -12,7 +12,7 @@ import pytest
 
 from rollhook.agent import Agent, AgentContext, StopReason
 from rollhook.environment import Environment, Task
-from rollhook.errors import UsageError
+from rollhook.errors import RunError, UsageError
 from rollhook.rundir import Attempt, RunDir
 from rollhook.runtime.oracle import Proofs, Results, TaskProof, proof_recipe, task_source
 from rollhook.runtime.parts import Parts
@@ -135,6 +135,25 @@ def test_a_resumed_proof_runs_errors_and_changed_tasks_again(tmp_path: Path) -> 
     rows = [orjson.loads(line) for line in path.read_bytes().splitlines()]
     assert [r["task_id"] for r in rows] == ["good", "bad", "changed", "error"]
     assert {r["schema"] for r in rows} == {1}
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b"my notes", "line 1 is no row"),
+        (b'{"schema":1,"task_id":"a"}', "line 1 is no row"),
+        (b"[]", "line 1 is no row"),
+        (b'{"schema":9}', "has schema 9, this Rollhook reads up to 1"),
+    ],
+)
+def test_a_file_of_something_else_is_refused_and_left_as_it_is(
+    line: bytes, said: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(line + b"\n")
+    with pytest.raises(RunError, match=said):
+        Results(path)
+    assert path.read_bytes() == line + b"\n"
 
 
 def test_a_source_is_a_directory_a_pack_or_an_environment(tmp_path: Path) -> None:

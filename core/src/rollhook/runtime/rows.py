@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import Field, asdict
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import orjson
 
-from rollhook.durable import cannot_write
+from rollhook.durable import cannot_write, check_schema, write_all, write_atomic
+from rollhook.errors import RunError
 
 SCHEMA_VERSION = 1
 
@@ -26,7 +28,7 @@ R = TypeVar("R", bound=Row)
 class Rows(Generic[R]):
     """Rows of one dataclass by `key`; of those that are there already, the ones to `keep` count.
 
-    Raises RunError when the file cannot be written.
+    Raises RunError when the file cannot be written, or holds something else.
     """
 
     def __init__(
@@ -37,9 +39,7 @@ class Rows(Generic[R]):
         self.kept = {key(each): each for each in _read(path, row) if keep(each)}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_name(f".{path.name}.tmp")
-            temporary.write_bytes(b"".join(map(_line, self.kept.values())))
-            temporary.replace(path)
+            write_atomic(path, b"".join(map(_line, self.kept.values())))
             self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise cannot_write(path, error) from error
@@ -48,7 +48,7 @@ class Rows(Generic[R]):
         """Append a row."""
         self.kept[self._key(row)] = row
         try:
-            self._file.write(_line(row))
+            write_all(self._file.fileno(), _line(row))
         except OSError as error:
             raise cannot_write(self.path, error) from error
 
@@ -62,13 +62,21 @@ def _line(row: Row) -> bytes:
 
 
 def _read(path: Path, kind: type[R]) -> list[R]:
-    """Return the whole rows of a file; a torn last line and rows of another form do not count."""
+    """Return the rows of a file, if there is one; a torn last line does not count."""
+    if not os.path.exists(path):
+        return []
+    try:
+        *lines, _ = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror}") from error
     rows = []
-    for line in path.read_bytes().splitlines() if path.is_file() else []:
+    for number, line in enumerate(lines, start=1):
         try:
-            row: dict[str, Any] = orjson.loads(line)
-            row.pop("schema")
+            row = dict(orjson.loads(line))
+            check_schema(row.pop("schema"), SCHEMA_VERSION, path)
             rows.append(kind(**row))
-        except (ValueError, TypeError, KeyError, AttributeError):
-            continue
+        except (ValueError, TypeError, KeyError) as error:
+            raise RunError(
+                f"{path}, line {number} is no row of this verb ({error}); name another file"
+            ) from error
     return rows
