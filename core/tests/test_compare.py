@@ -145,6 +145,9 @@ def test_a_run_that_trained_is_compared_with_itself_along_its_surviving_lineage(
     (found,) = compare_two("r", str(trained.path))
     assert found.lines[-1].difference.value == 0
     assert found.warnings == []
+    trained.lock_path.write_text("recipe: [")
+    with pytest.raises(RunError, match=r"cannot be read: [^\n]+$"):
+        find_scores("r")
 
 
 def test_one_evaluation_cannot_be_compared_with_itself(trained, tmp_path):

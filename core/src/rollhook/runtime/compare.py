@@ -207,5 +207,5 @@ def _recipe(run: RunDir) -> Mapping[str, Any]:
     try:
         recipe: Mapping[str, Any] = yaml.safe_load(run.lock_path.read_bytes())["recipe"]
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
-        raise RunError(f"{run.lock_path} cannot be read: {error}") from error
+        raise RunError(f"{run.lock_path} cannot be read: {' '.join(str(error).split())}") from error
     return recipe
