@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,9 +13,10 @@ from rollhook.testing.parts import needs_part
 
 
 @pytest.fixture
-def local_box(tmp_path: Path) -> OpenBox:
-    """Make sandboxes with the backend `local`."""
+async def local_box(tmp_path: Path) -> AsyncIterator[OpenBox]:
+    """Make sandboxes with the backend `local`, one backend for all of a test's."""
     needs_part("rollhook_local")
-    from rollhook.testing.boxes import open_box_with
+    from rollhook.testing.boxes import open_box, started
 
-    return open_box_with("local", tmp_path / "sandboxes")
+    async with started("local", tmp_path / "sandboxes") as backend:
+        yield partial(open_box, backend)
