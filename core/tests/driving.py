@@ -247,7 +247,9 @@ class Shelf(SandboxBackend):
         self.config.directory.mkdir(exist_ok=True)
         raw = ShelfRaw(os.urandom(4).hex(), spec)
         raw.path = self.config.directory / f"{raw.id}.json"
-        raw.path.write_text(json.dumps(dict(spec.labels)))
+        unfinished = raw.path.with_suffix(".new")
+        unfinished.write_text(json.dumps(dict(spec.labels)))
+        unfinished.rename(raw.path)  # a provider's sandbox is there wholly or not at all
         return raw
 
     async def list(self, labels):
