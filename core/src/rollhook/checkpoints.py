@@ -122,7 +122,7 @@ class CheckpointStore:
     def prune(self, keep: int, in_use: Collection[Path] = ()) -> None:
         """Remove all but the `keep` newest committed checkpoints, those in use, and what crashes left."""
         kept = {checkpoint.path for checkpoint in self.all()[-keep:]} | set(in_use)
-        for path in list(self.directory.iterdir()):
+        for path in list(self.directory.iterdir()) if self.directory.is_dir() else ():
             ours = path.name.isdecimal() or (path.name.startswith(".") and path.name.endswith(".tmp"))
             if ours and path not in kept and path not in self._open:
                 self._remove(path)

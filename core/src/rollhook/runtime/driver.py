@@ -170,6 +170,7 @@ class Driver:
             where = base.path.name if base is not None else None
             attempt.journal.append("resumed", step=step, version=self._version, checkpoint=where)
             self.display.say(f"Attempt {attempt.number} goes on from step {step}.")
+            await asyncio.to_thread(self.checkpoints.prune, self.recipe.checkpoint.keep, self._in_use)
         await self._publishes(attempt, step)
         return base
 
