@@ -627,7 +627,7 @@ async def test_a_session_stays_on_its_worker_until_that_leaves(directory, render
             reply = await session.chat(history)
             history += [reply.message, NEXT]
         assert session.route.worker == chosen
-        policy.set_draining(chosen)
+        policy.fleet.set_draining(chosen)
         await session.chat(history)
         assert session.route.worker != chosen
         assert {e.worker: e.open_sessions for e in policy.table}[chosen] == 0

@@ -15,7 +15,6 @@ import orjson
 from rollhook.agent import Reply
 from rollhook.engine.base import Generation, SamplingParams
 from rollhook.messages import Message, ToolSchema
-from rollhook.router import RouteRequest, Worker
 from rollhook.session.common import (
     Calls,
     SessionStats,
@@ -25,8 +24,8 @@ from rollhook.session.common import (
     nothing,
     turn_seed,
 )
+from rollhook.session.fleet import Route
 from rollhook.session.tree import Key, Leaf, Node, Span, Tree, message_key
-from rollhook.session.workers import Entry
 
 if TYPE_CHECKING:
     from rollhook.session.policy import PolicyClient
@@ -34,15 +33,6 @@ if TYPE_CHECKING:
 
 # longer texts are tokenised on a thread, so that the loop is not held up
 _LONG_TEXT = 32_768
-
-
-@dataclass
-class Route:
-    """Where a session's requests go; owned by the policy client."""
-
-    request: RouteRequest
-    worker: Worker | None = None
-    entry: Entry | None = None
 
 
 class Session:
