@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollhook.engine.base import GenerationRequest, SamplingParams
-from rollhook.engine.client import EngineClient, generate_body, parse_generation, version_number
+from rollhook.engine.client import EngineClient
+from rollhook.engine.generation import generate_body, parse_generation, version_number
 from rollhook.engine.weights import MARKER, WeightStore, update_workers
 from rollhook.errors import EngineError
 from rollhook.router import Worker

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from rollhook.engine.client import parse_generation
+from rollhook.engine.generation import parse_generation
 from rollhook_torch.server import Server, _parse, build
 
 PROMPT = [5, 6, 7, 8]

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-import numpy as np
 import orjson
 
 from rollhook.engine.base import Generation, GenerationRequest
+from rollhook.engine.generation import generate_body, parse_generation, version_number
 from rollhook.errors import EngineError, Kind
 from rollhook.router import Worker
 
@@ -157,98 +156,6 @@ class EngineClient:
             # no limit of connections: the number of requests is bounded by the episodes in flight
             self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
         return self._session
-
-
-def generate_body(request: GenerationRequest, dp_rank: int | None) -> dict[str, Any]:
-    """Return the body of `/generate` for a request."""
-    sampling = request.sampling
-    params: dict[str, Any] = {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "max_new_tokens": sampling.max_new_tokens,
-        "stop_token_ids": list(sampling.stop_token_ids),
-        "skip_special_tokens": False,
-        "spaces_between_special_tokens": False,
-        "no_stop_trim": True,
-    }
-    if sampling.seed is not None:
-        params["sampling_seed"] = sampling.seed
-    body: dict[str, Any] = {
-        "rid": request.rid,
-        "input_ids": np.asarray(request.input_ids, dtype=np.int32),
-        "sampling_params": params,
-        "return_logprob": True,
-        "stream": False,
-    }
-    if dp_rank is not None:
-        body["data_parallel_rank"] = dp_rank
-    return body
-
-
-def parse_generation(data: Any) -> Generation:
-    """Return the generation of a `/generate` answer.
-
-    Raises ValueError, KeyError, IndexError or TypeError when it breaks the protocol.
-    """
-    meta = data["meta_info"]
-    reason = meta["finish_reason"]
-    kind = str(reason["type"]) if isinstance(reason, dict) else str(reason)
-    if kind not in ("stop", "length", "abort"):
-        raise ValueError(f"finish reason {kind!r} is unknown")
-    rows = meta.get("output_token_logprobs")
-    if rows is None:
-        if kind != "abort":
-            raise ValueError("output_token_logprobs are missing although they were asked for")
-        rows = []
-    logprobs = [float(row[0]) for row in rows]
-    ids = [int(row[1]) for row in rows]
-    if kind != "abort":
-        _check_tokens(data, meta, ids, logprobs)
-    versions = meta.get("weight_versions")
-    if versions is not None and len(versions) != len(ids):
-        raise ValueError(f"{len(versions)} weight_versions for {len(ids)} tokens")
-    numbers = None if versions is None else [int(version) for version in versions]
-    last = version_number(meta.get("weight_version"))
-    _check_range("token id", ids)
-    _check_range("weight version", [*(numbers or ()), last or 0])
-    queue = meta.get("queue_time")
-    return Generation(
-        token_ids=ids,
-        logprobs=logprobs,
-        finish_reason=kind,
-        weight_version=last,
-        versions=numbers,
-        queue_seconds=None if queue is None else max(0.0, float(queue)),
-        cached_tokens=int(meta.get("cached_tokens") or 0),
-        meta={key: meta[key] for key in ("e2e_latency", "prompt_tokens") if key in meta},
-    )
-
-
-def _check_tokens(data: Any, meta: Any, ids: list[int], logprobs: list[float]) -> None:
-    count = meta["completion_tokens"]
-    if len(ids) != count:
-        raise ValueError(f"{len(ids)} log-probabilities for {count} completion tokens")
-    if not all(math.isfinite(logprob) for logprob in logprobs):
-        raise ValueError("a log-probability is not finite")
-    output = data.get("output_ids")
-    if output is not None and list(output) != ids:
-        raise ValueError("output_ids are not the ids of output_token_logprobs")
-
-
-def _check_range(what: str, numbers: Sequence[int]) -> None:
-    """Raise ValueError for a number that does not fit where such numbers are kept, int32."""
-    for number in numbers:
-        if not 0 <= number < 1 << 31:
-            raise ValueError(f"{what} {number} is out of range")
-
-
-def version_number(version: Any) -> int | None:
-    """Return an engine's weight version as a number; None for `default` and the like."""
-    try:
-        return int(version)
-    except (TypeError, ValueError):
-        return None
 
 
 def _mapping(data: Any, worker: Worker, path: str) -> dict[str, Any]:
