@@ -19,7 +19,8 @@ from rollhook.rundir import RunDir
 pytest.importorskip("torch", reason="needs torch: `python3 core test` installs it")
 pytest.importorskip("ray", reason="needs ray: `python3 core test` installs it")
 
-STEPS = 5
+#: so many that the kill, at most 0.6 s after an event of the second or third step, meets a live run
+STEPS = 12
 VICTIMS = ("driver", "engine", "trainer")
 #: the quickstart with a model that knows nothing, so that nothing needs to be run before
 SMALL = [
