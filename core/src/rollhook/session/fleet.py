@@ -13,7 +13,7 @@ from rollhook.errors import EngineError
 from rollhook.router import RouteRequest, Worker
 from rollhook.routing import Chain
 from rollhook.session.turn import Generator, Limits
-from rollhook.session.workers import Entry, Gate, WorkerTable, load_of
+from rollhook.session.workers import Entry, Gate, WorkerTable
 
 log = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ class Fleet:
         for entry in candidates:
             if entry.worker == route.worker:
                 return entry
-        worker = self._router.pick(route.request, [load_of(entry) for entry in candidates])
+        worker = self._router.pick(route.request, [self.table.load(entry) for entry in candidates])
         if worker is None:
             return None
         self._assign(route, worker)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rollhook.router import Worker, WorkerLoad
@@ -11,7 +11,10 @@ from rollhook.router import Worker, WorkerLoad
 
 @dataclass
 class Entry:
-    """One worker: its load from here, its state, and how long its last request queued (seconds)."""
+    """One worker: its load from here, its state, and how long its last request queued (seconds).
+
+    `queued` is how many requests wait at the engine, where it reports that.
+    """
 
     worker: Worker
     version: int
@@ -19,17 +22,19 @@ class Entry:
     draining: bool = False
     open_sessions: int = 0
     tokens_in_flight: int = 0
+    queued: int | None = None
     queue_seconds: float = 0.0
     failures: int = 0
     probe: asyncio.Task[bool] | None = None
 
 
 class WorkerTable:
-    """The workers by (URL, rank), in a fixed order."""
+    """The workers by (URL, rank), in a fixed order, with the load that comes from here and from elsewhere."""
 
     def __init__(self) -> None:
         self.version = 0
         self._entries: dict[Worker, Entry] = {}
+        self._remote: dict[Worker, tuple[int, int]] = {}
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(list(self._entries.values()))
@@ -69,10 +74,20 @@ class WorkerTable:
             if entry.healthy and not entry.draining and entry.version == self.version
         ]
 
+    def load(self, entry: Entry) -> WorkerLoad:
+        """Return what a router policy sees of a worker: its load from here and from other processes."""
+        sessions, tokens = self._remote.get(entry.worker, (0, 0))
+        return WorkerLoad(
+            entry.worker, entry.open_sessions + sessions, entry.tokens_in_flight + tokens, entry.queued
+        )
 
-def load_of(entry: Entry) -> WorkerLoad:
-    """Return what a router policy sees of an entry."""
-    return WorkerLoad(entry.worker, entry.open_sessions, entry.tokens_in_flight)
+    def local_loads(self) -> dict[Worker, tuple[int, int]]:
+        """Return (open sessions, tokens in flight) of each worker as far as they come from here."""
+        return {entry.worker: (entry.open_sessions, entry.tokens_in_flight) for entry in self}
+
+    def set_remote(self, loads: Mapping[Worker, tuple[int, int]]) -> None:
+        """Replace the loads that come from other processes: the sum of their `local_loads`."""
+        self._remote = dict(loads)
 
 
 class Gate:
