@@ -11,7 +11,9 @@ import numpy as np
 from rollhook.engine.base import Generation, GenerationRequest
 
 
-def generate_body(request: GenerationRequest, dp_rank: int | None) -> dict[str, Any]:
+def generate_body(
+    request: GenerationRequest, dp_rank: int | None = None, *, stream: bool = False
+) -> dict[str, Any]:
     """Return the body of `/generate` for a request."""
     sampling = request.sampling
     params: dict[str, Any] = {
@@ -31,7 +33,7 @@ def generate_body(request: GenerationRequest, dp_rank: int | None) -> dict[str, 
         "input_ids": np.asarray(request.input_ids, dtype=np.int32),
         "sampling_params": params,
         "return_logprob": True,
-        "stream": False,
+        "stream": stream,
     }
     if dp_rank is not None:
         body["data_parallel_rank"] = dp_rank
@@ -57,10 +59,7 @@ def parse_generation(data: Any) -> Generation:
     ids = [int(row[1]) for row in rows]
     if kind != "abort":
         _check_tokens(data, meta, ids, logprobs)
-    versions = meta.get("weight_versions")
-    if versions is not None and len(versions) != len(ids):
-        raise ValueError(f"{len(versions)} weight_versions for {len(ids)} tokens")
-    numbers = None if versions is None else [int(version) for version in versions]
+    numbers = _versions(meta.get("weight_versions"), len(ids))
     last = version_number(meta.get("weight_version"))
     _check_range("token id", ids)
     _check_range("weight version", [*(numbers or ()), last or 0])
@@ -75,6 +74,23 @@ def parse_generation(data: Any) -> Generation:
         cached_tokens=int(meta.get("cached_tokens") or 0),
         meta={key: meta[key] for key in ("e2e_latency", "prompt_tokens") if key in meta},
     )
+
+
+def _versions(reported: Any, count: int) -> list[int] | None:
+    """Return one version per token, from one per token or from SGLang's spans {version, start, end}.
+
+    None where nothing is reported, or names that are no numbers (an engine that never got weights of ours).
+    """
+    if reported is None:
+        return None
+    if all(isinstance(span, dict) for span in reported):
+        reported = [
+            s["version"] for s in reported for _ in range(max(0, int(s["start"])), min(int(s["end"]), count))
+        ]
+    if len(reported) != count:
+        raise ValueError(f"{len(reported)} weight_versions for {count} tokens")
+    numbers = [version_number(version) for version in reported]
+    return None if None in numbers else [number for number in numbers if number is not None]
 
 
 def _check_tokens(data: Any, meta: Any, ids: list[int], logprobs: list[float]) -> None:
