@@ -13,6 +13,7 @@ from rollhook.testing.parts import needs_part
 from rollhook.testing.tokenizer import CHATML, write_tokenizer
 
 USER = {"role": "user", "content": "list the files"}
+TOOLS = [{"type": "function", "function": {"name": "run", "parameters": {}}}]
 OUTPUT = {"role": "user", "content": "exit code 0\na.txt"}
 
 # shapes of other families: a default system turn, grouped tool turns, no closing token, tools after calls
@@ -219,12 +220,12 @@ def test_a_template_that_wants_calls_before_results_is_given_them(directory):
 
 def test_tool_calls_are_parsed_and_malformed_ones_stay_text(renderer):
     good = 'Let me see.\n<tool_call>\n{"name": "run", "arguments": {"command": "ls"}}\n</tool_call>'
-    message = renderer.parse(emitted(renderer, good), tool_calls=True)
+    message = renderer.parse(emitted(renderer, good), TOOLS)
     assert message["content"] == "Let me see."
     (call,) = message["tool_calls"]
     assert call["function"] == {"name": "run", "arguments": '{"command": "ls"}'}
     bad = "<tool_call>{not json}</tool_call>"
-    assert renderer.parse(emitted(renderer, bad), tool_calls=True) == {"role": "assistant", "content": bad}
+    assert renderer.parse(emitted(renderer, bad), TOOLS) == {"role": "assistant", "content": bad}
     assert "tool_calls" not in renderer.parse(emitted(renderer, good))
 
 

@@ -6,34 +6,40 @@ the engine emitted them, plus the ids of what was appended.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from datetime import datetime
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jinja2
-import jinja2.ext
 import tokenizers
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rollhook.errors import AgentError, UsageError
-from rollhook.messages import Message, ToolCall, ToolSchema
+from rollhook.messages import Message, ToolSchema
+from rollhook.reply.detokenizer import Detokenizer
+from rollhook.reply.forms import call_form, thinking
+from rollhook.reply.parser import StreamParser, Thinking
+from rollhook.session.template import (
+    compile_template,
+    for_template,
+    read_json,
+    template_text,
+    token_variables,
+)
 
 # no threads of its own, which a later fork would warn of
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 # Stands for an assistant's text when an increment is rendered; letters only, so that no template alters it.
 _SENTINEL = "RollhookAssistantText"
+_USER: Message = {"role": "user", "content": "u"}
+_RESULT: Message = {"role": "tool", "content": "r", "tool_call_id": "c00000000"}
 # Private-use characters around control tokens that occur in somebody's text; they never reach the tokenizer.
 _OPEN, _CLOSE = "\U000ff7f0", "\U000ff7f1"
-_THINK_END = "</think>"
-_TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 # A text longer than this is encoded by the batched call, the only one that lets other threads run meanwhile.
 _LONG_TEXT = 32_768
-_TOKEN_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class RenderError(AgentError):
@@ -47,26 +53,40 @@ class Renderer:
 
     The template is `chat_template` if given, else `chat_template.jinja` or the tokenizer's own. Control
     tokens (`<|im_end|>` and its like) that occur inside a message's text are encoded as plain text:
-    what a sandbox prints cannot open a turn. Raises UsageError when the files are missing or unusable.
+    what a sandbox prints cannot open a turn. Parsers of tool calls and reasoning are those of
+    `rollhook.reply.forms` by name, or as the template shows (`auto`); `template_variables` reach the template
+    beside the messages. Raises UsageError when the files are missing or unusable, or a parser is unknown.
     """
 
-    def __init__(self, tokenizer_dir: Path, chat_template: str | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer_dir: Path,
+        chat_template: str | None = None,
+        *,
+        tool_parser: str = "auto",
+        reasoning_parser: str = "auto",
+        template_variables: Mapping[str, Any] | None = None,
+    ) -> None:
         self.directory = Path(tokenizer_dir)
-        config = _json(self.directory / "tokenizer_config.json")
+        config = read_json(self.directory / "tokenizer_config.json")
         self._tokenizer = _tokenizer(self.directory)
         self._plain: tokenizers.Tokenizer | None = None
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = {index: token.content for index, token in added.items() if token.special}
         self._control = _alternatives(self._special.values())
         self._marked = re.compile(f"{_OPEN}(.*?){_CLOSE}|[{_OPEN}{_CLOSE}]", re.DOTALL)
-        self._variables = _token_variables(config)
-        template = _template_text(self.directory, config, chat_template)
-        self._template = _compile(template)
-        self._thinks = _THINK_END in template
+        self._variables = {**token_variables(config), **(template_variables or {})}
+        template = template_text(self.directory, config, chat_template)
+        self._template = compile_template(template)
+        self._calls = call_form(tool_parser, template)
         self.vocab_size = int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+        self._closing = self._closing_id()
         #: ids that end a reply: of the model's files, and what follows an assistant's text in the template
         self.stop_token_ids = self._stop_ids()
         self._stops = frozenset(self.stop_token_ids)
+        self._thinking = self._opened(thinking(reasoning_parser, template))
+        pieces = (self._index_of(f"<0x{byte:02X}>") for byte in range(256))
+        self._bytes = frozenset(index for index in pieces if index is not None)
 
     def first(self, messages: Sequence[Message], tools: Sequence[ToolSchema] | None = None) -> list[int]:
         """Return the ids of a whole conversation up to the point where the assistant speaks."""
@@ -84,30 +104,34 @@ class Renderer:
         They begin with what closes that turn in the template (for ChatML `<|im_end|>` and a newline);
         what of it the engine emitted itself, its last token, is left out.
         """
-        text = self._following(appended, tools)
-        ids = self.encode(text)
-        return ids[1:] if ids and ids[0] == last_token and last_token in self._stops else ids
+        ids = self.encode(self._following(appended, tools))
+        ended = last_token in self._stops and ids and ids[0] in (last_token, self._closing)
+        return ids[1:] if ended else ids
 
-    def parse(self, ids: Sequence[int], *, tool_calls: bool = False) -> Message:
-        """Return what the assistant said: its text without control tokens.
+    def stream_parser(self, tools: Sequence[ToolSchema] | None = None) -> StreamParser:
+        """Return what parses one reply as its ids come; calls are looked for where there are tools."""
+        form = self._calls if tools else None
+        shown = set() if form is None else set(form.marks)
+        if self._thinking is not None:
+            shown |= {self._thinking.start, self._thinking.end}
+        hidden = frozenset(index for index, token in self._special.items() if token not in shown)
+        return StreamParser(
+            Detokenizer(self._tokenizer, hidden, self._bytes),
+            self._stops,
+            thinking=self._thinking,
+            calls=form,
+            tools=tools or (),
+        )
 
-        Where the template knows `</think>`, what is before it becomes `reasoning_content`. With `tool_calls`,
-        blocks of the form `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` become calls; a
-        block that is not such JSON stays in the text.
+    def parse(self, ids: Sequence[int], tools: Sequence[ToolSchema] | None = None) -> Message:
+        """Return what the assistant said: text without control tokens, reasoning and calls apart.
+
+        Calls are looked for where there are tools; what is no well-formed call stays text. A call has the id
+        that the model gave it, else "".
         """
-        end = len(ids)
-        while end and ids[end - 1] in self._stops:
-            end -= 1
-        text = self._tokenizer.decode(list(ids[:end]))
-        message: Message = {"role": "assistant", "content": text}
-        if self._thinks and _THINK_END in text:
-            thought, _, text = text.partition(_THINK_END)
-            message["reasoning_content"] = thought.removeprefix("<think>").strip("\n")
-            message["content"] = text = text.lstrip("\n")
-        if tool_calls and (calls := _tool_calls(text)):
-            message["content"] = text[: text.index("<tool_call>")].rstrip()
-            message["tool_calls"] = calls
-        return message
+        parser = self.stream_parser(tools)
+        parser.feed(ids)
+        return parser.finish()
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of rendered text; marked control tokens in it are plain text.
@@ -158,24 +182,46 @@ class Renderer:
     def _stop_ids(self) -> tuple[int, ...]:
         stops: set[int] = set()
         for name in ("generation_config.json", "config.json"):
-            value = _json(self.directory / name).get("eos_token_id")
+            value = read_json(self.directory / name).get("eos_token_id")
             if value is not None:
                 stops.update(value if isinstance(value, list) else [value])
                 break
         eos = self._variables.get("eos_token")
-        if eos is not None and (index := self._tokenizer.token_to_id(eos)) is not None:
+        if eos is not None and (index := self._index_of(eos)) is not None:
             stops.add(index)
-        following = self.encode(self._following([{"role": "user", "content": "u"}], None))
-        if following and following[0] in self._special:
-            stops.add(following[0])
+        for appended in (_USER, _RESULT):
+            try:
+                following = self.encode(self._following([appended], None))
+            except RenderError:
+                if appended is _USER:
+                    raise
+                continue  # a template without tools
+            if following and following[0] in self._special:
+                stops.add(following[0])
         return tuple(sorted(stops))
+
+    def _closing_id(self) -> int | None:
+        """Return the control token that closes an assistant's turn; None where none does."""
+        ids = self.encode(_after_sentinel(self._render(_exchange(), None, generate=False)))
+        return ids[0] if ids and ids[0] in self._special else None
+
+    def _opened(self, marks: Thinking | None) -> Thinking | None:
+        """Return the marks of reasoning, knowing whether the template opens it where the assistant speaks."""
+        if marks is None:
+            return None
+        prompt = self._render([_USER], None, generate=True)
+        return replace(marks, opened=prompt.rstrip().endswith(marks.start))
+
+    def _index_of(self, token: str) -> int | None:
+        index: int | None = self._tokenizer.token_to_id(token)
+        return index
 
     def _render(
         self, messages: Sequence[Message], tools: Sequence[ToolSchema] | None, *, generate: bool
     ) -> str:
         try:
             return self._template.render(
-                messages=[self._mark(_for_template(message)) for message in messages],
+                messages=[self._mark(for_template(message)) for message in messages],
                 tools=None if tools is None else self._mark(list(tools)),
                 add_generation_prompt=generate,
                 **self._variables,
@@ -195,7 +241,7 @@ class Renderer:
         if isinstance(value, str):
             return self._control.sub(f"{_OPEN}\\g<0>{_CLOSE}", value)
         if isinstance(value, Mapping):
-            return {key: self._mark(item) for key, item in value.items()}
+            return {self._mark(key): self._mark(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
             return [self._mark(item) for item in value]
         return value
@@ -226,45 +272,6 @@ def _ids(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
     return list(tokenizer.encode(text, add_special_tokens=False).ids) if text else []
 
 
-def _json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UsageError(f"{path} is not valid JSON: {error}") from error
-    return data if isinstance(data, dict) else {}
-
-
-def _template_text(directory: Path, config: Mapping[str, Any], given: str | None) -> str:
-    if given is not None:
-        return given
-    file = directory / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
-        template = named.get("default") or next(iter(named.values()), None)
-    if not template:
-        raise UsageError(
-            f"{directory} holds no chat template (chat_template.jinja, or chat_template in"
-            " tokenizer_config.json); name one with model.chat_template"
-        )
-    return str(template)
-
-
-def _token_variables(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the named tokens that templates refer to, such as `bos_token`."""
-    found = {}
-    for role in _TOKEN_ROLES:
-        value = config.get(role)
-        text = value.get("content") if isinstance(value, dict) else value
-        if isinstance(text, str):
-            found[role] = text
-    return found
-
-
 def _alternatives(tokens: Any) -> re.Pattern[str]:
     longest_first = sorted(tokens, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
@@ -278,7 +285,7 @@ def _exchange(call_ids: Sequence[str] = ()) -> list[Message]:
             {"id": call_id, "type": "function", "function": {"name": "f", "arguments": "{}"}}
             for call_id in call_ids
         ]
-    return [{"role": "user", "content": "u"}, assistant]
+    return [_USER, assistant]
 
 
 def _after_sentinel(text: str) -> str:
@@ -286,75 +293,3 @@ def _after_sentinel(text: str) -> str:
     if found < 0:
         raise RenderError("the chat template leaves out earlier replies, so it cannot be continued")
     return text[found + len(_SENTINEL) :]
-
-
-def _tool_calls(text: str) -> list[ToolCall]:
-    """Return the calls of a text in the `<tool_call>` form; none at all when one of them is malformed."""
-    calls: list[ToolCall] = []
-    for number, block in enumerate(_TOOL_CALL.findall(text)):
-        try:
-            call = json.loads(block)
-            function = {"name": str(call["name"]), "arguments": json.dumps(call.get("arguments") or {})}
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            return []
-        calls.append({"id": f"call_{number}", "type": "function", "function": function})
-    return calls
-
-
-def _for_template(message: Message) -> dict[str, Any]:
-    """Return a message as templates expect it: no null fields, arguments of tool calls as objects."""
-    plain: dict[str, Any] = {key: value for key, value in message.items() if value is not None}
-    if plain.get("tool_calls"):
-        plain["tool_calls"] = [_call_for_template(call) for call in plain["tool_calls"]]
-    return plain
-
-
-def _call_for_template(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = dict(call.get("function") or {})
-    try:
-        arguments = json.loads(function.get("arguments") or "{}")
-    except (TypeError, ValueError, RecursionError):
-        arguments = None
-    if isinstance(arguments, dict):
-        function["arguments"] = arguments
-    return {**call, "function": function}
-
-
-def _compile(text: str) -> jinja2.Template:
-    """Compile a chat template with what transformers gives one."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    try:
-        return environment.from_string(text)
-    except jinja2.TemplateError as error:
-        raise UsageError(f"the chat template cannot be compiled: {error}") from error
-
-
-class _Generation(jinja2.ext.Extension):
-    """Accepts `{% generation %}` blocks, which some templates use to mark the assistant's text."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja2's own form
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _raise_exception(message: str) -> str:
-    raise jinja2.TemplateError(message)

@@ -183,9 +183,9 @@ class Session:
     def _commit(self, request: _Request, added: array[int], turn: Turn, prompt_tokens: int) -> Reply:
         generation = turn.generation
         self._sequence += 1
-        reply = self._renderer.parse(generation.token_ids, tool_calls=bool(request.tools))
-        for call in reply.get("tool_calls", ()):
-            call["id"] = f"{call['id']}_{self._sequence}"
+        reply = self._renderer.parse(generation.token_ids, request.tools)
+        for number, call in enumerate(reply.get("tool_calls", ())):
+            call["id"] = call["id"] or f"c{self._sequence:05d}{number:03d}"  # as long as Mistral wants it
         node = Node(
             parent=request.parent,
             messages=(*(message.copy() for message in request.appended), reply),
