@@ -105,6 +105,13 @@ class Vain(First):
         return super().pick(request, workers)
 
 
+class Hoarder(First):
+    """Never forgets a session."""
+
+    def closed(self, session_id):
+        self.seen.add(session_id)
+
+
 class Ascii(First):
     """Knows only session ids that are text."""
 
@@ -116,15 +123,21 @@ class Ascii(First):
 ON_OFFER = "test_it_picks_a_worker_on_offer_or_none"
 LEFT = "test_a_worker_that_has_left_is_not_missed"
 CLOSING = "test_closing_is_harmless_for_sessions_unknown_and_known"
+LIFE = "test_any_life_of_sessions_and_workers_is_served"
+CHURN = "test_workers_may_come_and_go_at_every_turn"
+BOUNDED = "test_what_it_keeps_of_closed_sessions_is_bounded"
+MANY = "test_it_serves_ten_thousand_sessions_over_sixty_four_workers"
+RANKS = "test_ranks_of_one_engine_are_workers_of_their_own"
 
 
 @pytest.mark.parametrize(
     ("broken", "cases"),
     [
-        (Elsewhere, {ON_OFFER, LEFT, CLOSING, "test_ranks_of_one_engine_are_workers_of_their_own"}),
-        (Loyal, {ON_OFFER, LEFT}),
-        (Moody, {"test_the_same_seed_and_history_give_the_same_choices"}),
-        (Asynchronous, {"test_it_answers_at_once_and_is_no_coroutine"}),
+        (Elsewhere, {ON_OFFER, LEFT, CLOSING, LIFE, CHURN, MANY, RANKS}),
+        (Loyal, {ON_OFFER, LEFT, LIFE, CHURN}),
+        (Moody, {"test_the_same_seed_and_history_give_the_same_choices", LIFE}),
+        (Hoarder, {BOUNDED}),
+        (Asynchronous, {"test_it_answers_at_once_and_is_no_coroutine", BOUNDED}),
         (Vain, {"test_it_does_not_alter_what_it_is_given"}),
         (Ascii, {"test_any_session_id_will_do"}),
     ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from rollhook.component import BuildContext
 
@@ -30,7 +30,10 @@ class WorkerLoad:
 
 @dataclass(frozen=True)
 class RouteRequest:
-    """What a policy may see: no bodies."""
+    """What a policy may see: no bodies.
+
+    `prefix_ids` are the tokens of the prompt, for a chain that `needs_prefix`; else they may be missing.
+    """
 
     session_id: str
     task_id: str = ""
@@ -42,12 +45,21 @@ class RouterPolicy(ABC):  # noqa: B024 - every method has a default, none suits 
     """One link of a chain such as `sticky+min_load`.
 
     `workers` in `pick` are the workers on offer now (healthy, not draining, at the current weight
-    version), in a fixed order.
+    version), in a fixed order. A session keeps its worker while that is on offer, and its policies are
+    asked once.
     """
+
+    #: the prompt's tokens matter: a session's worker is chosen at its first turn, not when it is opened
+    needs_prefix: ClassVar[bool] = False
 
     def __init__(self, config: Any, context: BuildContext) -> None:
         self.config = config
         self.context = context
+
+    @property
+    def each_turn(self) -> bool:
+        """Whether to be asked now on every turn, also of sessions that have a worker."""
+        return False
 
     def pick(self, request: RouteRequest, workers: Sequence[WorkerLoad]) -> Worker | None:
         """Return a worker out of `workers`, or None to let the next policy decide."""

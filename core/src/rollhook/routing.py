@@ -26,6 +26,16 @@ class Chain:
         self.policies = tuple(policies)
         self._known: tuple[Worker, ...] = ()
 
+    @property
+    def needs_prefix(self) -> bool:
+        """Whether a policy looks at the prompt's tokens."""
+        return any(policy.needs_prefix for policy in self.policies)
+
+    @property
+    def each_turn(self) -> bool:
+        """Whether a policy wants to be asked now for sessions that have a worker."""
+        return any(policy.each_turn for policy in self.policies)
+
     def pick(self, request: RouteRequest, workers: Sequence[WorkerLoad]) -> Worker | None:
         """Return a worker out of those on offer, or None when there is none.
 

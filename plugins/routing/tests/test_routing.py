@@ -1,5 +1,6 @@
 """The router policies, alone and chained."""
 
+import os.path
 from collections import Counter
 
 import pytest
@@ -12,13 +13,18 @@ from rollhook.routing import Chain, build_chain
 from rollhook.testing.environment import build_context
 from rollhook.testing.router import RouterPolicyContract
 from rollhook_routing import (
+    ConsistentHashConfig,
     MinLoadConfig,
+    PowerOfTwoConfig,
+    PrefixCacheConfig,
     RandomConfig,
     RoundRobinConfig,
     StickyConfig,
     rollhook_router_policies,
 )
-from rollhook_routing.policies import MinLoad, Random, RoundRobin, Sticky
+from rollhook_routing.policies import MinLoad, PowerOfTwo, Random, RoundRobin, Sticky
+from rollhook_routing.prefix import PrefixCache, PrefixTree
+from rollhook_routing.ring import ConsistentHash
 
 A, B, C = WORKERS = [Worker(f"http://{name}") for name in "abc"]
 
@@ -37,6 +43,42 @@ def drawn(seed=0):
 
 def sticky(seed=0, now=lambda: 0.0, **keys):
     return Sticky(StickyConfig(**keys), build_context(seed=seed), now)
+
+
+def power_of_two(seed=0):
+    return PowerOfTwo(PowerOfTwoConfig(), build_context(seed=seed))
+
+
+def consistent_hash(seed=0, **keys):
+    return ConsistentHash(ConsistentHashConfig(**keys), build_context(seed=seed))
+
+
+def prefix_cache(seed=0, **keys):
+    return PrefixCache(PrefixCacheConfig(**keys), build_context(seed=seed))
+
+
+class TestPowerOfTwo(RouterPolicyContract):
+    @pytest.fixture
+    def make_policy(self):
+        return power_of_two
+
+
+class TestConsistentHash(RouterPolicyContract):
+    @pytest.fixture
+    def make_policy(self):
+        return consistent_hash
+
+
+class TestBoundedConsistentHash(RouterPolicyContract):
+    @pytest.fixture
+    def make_policy(self):
+        return lambda seed: consistent_hash(seed, load_factor=1.25, key="task")
+
+
+class TestPrefixCache(RouterPolicyContract):
+    @pytest.fixture
+    def make_policy(self):
+        return lambda seed: prefix_cache(seed, chunk=2, max_chunks=500)
 
 
 class TestMinLoad(RouterPolicyContract):
@@ -67,9 +109,9 @@ def offer(*workers):
     return [WorkerLoad(worker) for worker in workers]
 
 
-def ask(policy, session="s", offered=WORKERS):
+def ask(policy, session="s", offered=WORKERS, ids=(), task=""):
     loads = [load if isinstance(load, WorkerLoad) else WorkerLoad(load) for load in offered]
-    request = RouteRequest(session)
+    request = RouteRequest(session, task, ids)
     worker = policy.pick(request, loads)
     if worker is not None:
         policy.assigned(request, worker)
@@ -188,6 +230,218 @@ def test_sessions_of_a_worker_that_has_left_are_forgotten():
     assert len(policy) == 1
 
 
+# -- sticky, when workers join
+
+
+def serve(chain, sessions, workers, turns=1):
+    """Give each session turns in order, with the loads that follow; return the sessions' workers."""
+    table = {}
+    for _ in range(turns):
+        for session in sessions:
+            counts = Counter(table.values())
+            table[session] = ask(chain, session, [WorkerLoad(w, counts[w]) for w in workers])
+    return table
+
+
+def turn_of_all(chain, table, workers):
+    """Give each session of a table one turn and note where it went; return how many moved."""
+    moved = 0
+    for session, old in list(table.items()):
+        counts = Counter(table.values())
+        table[session] = ask(chain, session, [WorkerLoad(w, counts[w]) for w in workers])
+        moved += table[session] != old
+    return moved
+
+
+def test_a_worker_that_joins_gets_its_share_and_then_nobody_moves():
+    chain = Chain([sticky(), min_load()])
+    chain.workers_changed([A, B])
+    table = serve(chain, [f"s{n}" for n in range(12)], [A, B])
+    assert not chain.each_turn
+    chain.workers_changed(WORKERS)
+    assert chain.each_turn
+    moved = turn_of_all(chain, table, WORKERS)
+    counts = Counter(table.values())
+    assert moved == counts[C]
+    assert 2 <= counts[C] <= 4
+    assert max(counts.values()) <= 1.25 * 4
+    assert [turn_of_all(chain, table, WORKERS) for _ in range(3)] == [0, 0, 0]
+
+
+def test_the_first_workers_are_no_newcomers():
+    policy = sticky()
+    policy.workers_changed(WORKERS)
+    assert not policy.each_turn
+
+
+def test_within_the_margin_and_with_none_nobody_moves():
+    for rebalance in (5.0, None):
+        chain = Chain([sticky(rebalance=rebalance), min_load()])
+        chain.workers_changed([A, B])
+        table = serve(chain, [f"s{n}" for n in range(12)], [A, B])
+        chain.workers_changed(WORKERS)
+        assert chain.each_turn == (rebalance is not None)
+        assert turn_of_all(chain, table, WORKERS) == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 60))
+def test_one_joining_moves_a_session_at_most_once(before, after, sessions):
+    workers = [Worker(f"http://w{n}") for n in range(before + after)]
+    chain = Chain([sticky(), min_load()])
+    chain.workers_changed(workers[:before])
+    table = serve(chain, [f"s{n}" for n in range(sessions)], workers[:before])
+    chain.workers_changed(workers)
+    moves = Counter()
+    for _ in range(3):
+        old = dict(table)
+        turn_of_all(chain, table, workers)
+        moves.update(session for session in table if table[session] != old[session])
+    assert all(count == 1 for count in moves.values())
+    assert all(table[session] in workers[before:] for session in moves)
+
+
+# -- power of two
+
+
+def test_power_of_two_never_takes_the_most_loaded():
+    policy, loads = power_of_two(), [WorkerLoad(A, 1), WorkerLoad(B, 2), WorkerLoad(C, 9)]
+    picks = Counter(ask(policy, offered=loads) for _ in range(300))
+    assert set(picks) == {A, B}
+    assert picks[A] > picks[B]
+
+
+def test_power_of_two_is_nearly_even():
+    """The maximum is the mean plus log log n / log 2 + O(1) with high probability (Mitzenmacher 2001)."""
+    policy, counts = power_of_two(), Counter()
+    workers = [Worker(f"http://w{n}") for n in range(20)]
+    for number in range(2000):
+        counts[ask(policy, f"s{number}", [WorkerLoad(w, counts[w]) for w in workers])] += 1
+    assert max(counts.values()) <= 100 + 5
+
+
+# -- consistent hash
+
+
+def test_a_key_has_one_worker_whoever_asks():
+    first = [ask(consistent_hash(), f"s{n}") for n in range(200)]
+    assert first == [ask(consistent_hash(), f"s{n}", offered=WORKERS[::-1]) for n in range(200)]
+    assert set(first) == set(WORKERS)
+    assert first != [ask(consistent_hash(1), f"s{n}") for n in range(200)]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(2, 8), st.data())
+def test_only_the_keys_of_a_worker_that_left_move(count, data):
+    workers = [Worker(f"http://w{n}", n % 2) for n in range(count)]
+    gone = data.draw(st.sampled_from(workers))
+    policy = consistent_hash()
+    policy.workers_changed(workers)
+    before = {n: ask(policy, f"s{n}", workers) for n in range(100)}
+    left = [worker for worker in workers if worker != gone]
+    ill = {n: ask(policy, f"s{n}", left) for n in range(100)}
+    assert all(ill[n] == worker for n, worker in before.items() if worker != gone)
+    policy.workers_changed(left)
+    assert ill == {n: ask(policy, f"s{n}", left) for n in range(100)}
+    assert before == {n: ask(policy, f"s{n}", workers) for n in range(100)}
+
+
+def test_shares_of_keys_are_near_each_other():
+    policy, workers = consistent_hash(), [Worker(f"http://w{n}") for n in range(8)]
+    counts = Counter(ask(policy, f"s{n}", workers) for n in range(8000))
+    assert all(600 < counts[worker] < 1400 for worker in workers)  # about 9 % of 1000, several times over
+
+
+def test_a_task_can_be_the_key_and_is_where_there_is_no_session():
+    by_task = consistent_hash(key="task")
+    assert len({ask(by_task, f"s{n}", task="t") for n in range(50)}) == 1
+    assert len({ask(consistent_hash(), "", task=f"t{n}") for n in range(50)}) == 3
+    assert len({ask(consistent_hash(), f"s{n}", task="t") for n in range(50)}) == 3
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 6), st.integers(0, 80), st.sampled_from([1.0, 1.25, 2.0]))
+def test_no_worker_gets_more_than_its_bound(count, sessions, factor):
+    workers = [Worker(f"http://w{n}") for n in range(count)]
+    policies = consistent_hash(load_factor=factor, key="task"), prefix_cache(load_factor=factor, chunk=1)
+    for policy in policies:
+        counts = Counter()
+        for number in range(sessions):
+            loads = [WorkerLoad(w, counts[w]) for w in workers]
+            counts[ask(policy, f"s{number}", loads, ids=[1, 2, 3], task="t")] += 1
+            assert max(counts.values()) <= -(-factor * (number + 1) // count)
+
+
+# -- prefix cache
+
+SYSTEM, TASKS = list(range(8)), [[100 + n] * 8 for n in range(6)]
+
+
+def test_siblings_gather_where_their_prompt_is_known():
+    policy, loads = prefix_cache(chunk=4, load_factor=3.0), offer(*WORKERS)
+    first = ask(policy, "s0", loads, ids=SYSTEM + TASKS[0])
+    assert all(ask(policy, f"s{n}", loads, ids=SYSTEM + TASKS[0]) == first for n in range(1, 9))
+
+
+def test_a_prompt_that_nobody_knows_goes_to_the_least_loaded():
+    policy = prefix_cache(chunk=4, min_match=0.6)
+    assert ask(policy, "s", [WorkerLoad(A, 1), WorkerLoad(B)], ids=SYSTEM + TASKS[0]) == B
+    loads = [WorkerLoad(A, 1), WorkerLoad(B, 2)]
+    assert (
+        ask(policy, "t", loads, ids=SYSTEM + TASKS[1]) == A
+    )  # half of it is known to B, which is too little
+
+
+def test_a_worker_that_is_too_full_is_not_preferred():
+    policy = prefix_cache(chunk=4)
+    policy.assigned(RouteRequest("s", "", SYSTEM), A)
+    assert ask(policy, "t", [WorkerLoad(A, 1), WorkerLoad(B, 1)], ids=SYSTEM) == A
+    assert ask(policy, "u", [WorkerLoad(A, 9), WorkerLoad(B, 1)], ids=SYSTEM) == B
+
+
+def test_the_longest_known_prefix_wins():
+    policy = prefix_cache(chunk=4)
+    policy.assigned(RouteRequest("s", "", SYSTEM), A)
+    policy.assigned(RouteRequest("t", "", SYSTEM + TASKS[0]), B)
+    assert ask(policy, "u", ids=SYSTEM + TASKS[0] + [5]) == B
+
+
+def test_what_a_worker_held_is_forgotten_when_it_leaves():
+    policy = prefix_cache(chunk=4)
+    policy.assigned(RouteRequest("s", "", SYSTEM), A)
+    policy.workers_changed([B, C])
+    assert len(policy) == 0
+    policy.workers_changed(WORKERS)
+    assert ask(policy, "t", [WorkerLoad(A, 2), WorkerLoad(B, 1)], ids=SYSTEM) == B
+
+
+prompts = st.lists(st.integers(0, 1), max_size=12)
+
+
+@settings(max_examples=100)
+@given(st.lists(st.tuples(prompts, st.sampled_from(WORKERS)), max_size=15), prompts, st.integers(1, 4))
+def test_a_match_is_the_longest_prefix_in_whole_chunks(sent, wanted, chunk):
+    tree = PrefixTree(chunk, 10_000)
+    for ids, worker in sent:
+        tree.add(ids, worker)
+
+    def common(ids):
+        return len(os.path.commonprefix([ids, wanted])) // chunk * chunk
+
+    expected = {worker: max(common(ids) for ids, w in sent if w == worker) for _, worker in sent}
+    assert tree.match(wanted) == {worker: length for worker, length in expected.items() if length}
+
+
+@settings(max_examples=100)
+@given(st.lists(st.tuples(prompts, st.sampled_from(WORKERS)), max_size=25), st.integers(1, 6))
+def test_the_longest_unused_is_forgotten_first_and_a_leaf_before_what_it_starts_with(sent, most):
+    tree = PrefixTree(1, most)
+    for ids, worker in sent:
+        tree.add(ids, worker)
+        assert len(tree) <= most
+        assert tree.match(ids).get(worker, 0) == min(len(ids), most)
+
+
 events = st.lists(
     st.tuples(
         st.sampled_from(["ask", "close", "leave"]),
@@ -198,7 +452,7 @@ events = st.lists(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(events, st.sampled_from(["min_load", "round_robin", "random"]))
 def test_no_chain_picks_an_absent_worker_and_sticky_sessions_stay(history, second):
     policies = {"min_load": min_load, "round_robin": round_robin, "random": drawn}
@@ -255,6 +509,12 @@ def test_all_policies_of_a_chain_learn_what_happens():
     assert one.told == two.told == [("workers", WORKERS), ("assigned", B), ("closed", "s")]
 
 
+def test_a_chain_wants_what_one_of_its_policies_wants():
+    assert Chain([sticky(), prefix_cache()]).needs_prefix
+    assert not Chain([sticky(), min_load()]).needs_prefix
+    assert not Chain([min_load()]).each_turn
+
+
 def test_a_chain_in_which_nobody_decides_takes_the_first():
     assert ask(Chain([Recorder()])) == A
     assert Chain([Recorder()]).pick(RouteRequest("s"), []) is None
@@ -268,7 +528,7 @@ def test_a_policy_that_picks_who_is_not_on_offer_is_named():
 class Loader:
     """Builds from this distribution's components."""
 
-    classes = {"sticky": Sticky, "min_load": MinLoad, "round_robin": RoundRobin, "random": Random}
+    classes = {"sticky": Sticky, "min_load": MinLoad}
 
     def build(self, kind, name, keys, context):
         component = {c.name: c for c in rollhook_router_policies()}[name]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import random
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -102,6 +104,62 @@ class RouterPolicyContract(Contract):
             request = RouteRequest(session_id)
             policy.assigned(request, policy.pick(request, _offer(WORKERS)) or WORKERS[0])
             policy.closed(session_id)
+
+    def test_workers_may_come_and_go_at_every_turn(self, make_policy: MakePolicy) -> None:
+        policy, draw = make_policy(0), random.Random(2)
+        for number in range(300):
+            present = [worker for worker in WORKERS if draw.random() < 0.5]
+            policy.workers_changed(present)
+            request = RouteRequest(f"s{draw.randrange(10)}", "t", [number % 3] * 70)
+            picked = policy.pick(request, _offer(present, draw))
+            assert picked is None or picked in present
+            if picked is not None:
+                policy.assigned(request, picked)
+
+    def test_what_it_keeps_of_closed_sessions_is_bounded(self, make_policy: MakePolicy) -> None:
+        policy = make_policy(0)
+        policy.workers_changed(WORKERS)
+        kept = []
+        for beginning in (0, 1500):
+            for number in range(beginning, beginning + 1500):
+                request = RouteRequest(f"s{number}", f"t{number}", [number] * 70)
+                policy.assigned(request, policy.pick(request, _offer(WORKERS)) or WORKERS[0])
+                policy.closed(request.session_id)
+            kept.append(_objects(policy))
+        assert kept[1] <= 1.1 * kept[0] + 20, f"objects kept after 1500 and 3000 sessions: {kept}"
+
+    def test_it_serves_ten_thousand_sessions_over_sixty_four_workers(self, make_policy: MakePolicy) -> None:
+        policy = make_policy(0)
+        workers = [Worker(f"http://w{n // 8}", n % 8) for n in range(64)]
+        policy.workers_changed(workers)
+        loads = {worker: WorkerLoad(worker) for worker in workers}
+        for number in range(10_000):
+            request = RouteRequest(f"s{number}", f"t{number // 8}", [number // 8] * 256, 1000)
+            picked = policy.pick(request, list(loads.values()))
+            assert picked is None or picked in loads
+            policy.assigned(request, picked or workers[0])
+            if picked is not None:
+                loads[picked] = WorkerLoad(picked, loads[picked].open_sessions + 1)
+        for number in range(10_000):
+            policy.closed(f"s{number}")
+
+    def test_any_life_of_sessions_and_workers_is_served(self, make_policy: MakePolicy) -> None:
+        pytest.importorskip("hypothesis", reason="the state machine needs hypothesis")
+        from rollhook.testing.router_machine import run_life
+
+        run_life(make_policy)
+
+
+def _objects(policy: RouterPolicy) -> int:
+    """Return how many objects a policy holds, but for its context, classes and code."""
+    seen: dict[int, Any] = {}
+    left: list[Any] = [value for name, value in vars(policy).items() if name not in ("context", "config")]
+    while left:
+        each = left.pop()
+        if id(each) not in seen and not isinstance(each, type | types.ModuleType | types.FunctionType):
+            seen[id(each)] = each
+            left += gc.get_referents(each)
+    return len(seen)
 
 
 def _offer(workers: Sequence[Worker], draw: random.Random | None = None) -> list[WorkerLoad]:

@@ -1,8 +1,8 @@
-"""Router policies: round_robin, random, min_load and sticky."""
+"""Router policies: round_robin, random, min_load, power_of_two, sticky, consistent_hash and prefix_cache."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
@@ -22,6 +22,10 @@ class MinLoadConfig(Config):
     """min_load has no keys; ties fall by the run's seed."""
 
 
+class PowerOfTwoConfig(Config):
+    """power_of_two has no keys; it draws from the run's seed."""
+
+
 class StickyConfig(Config):
     """Keys of sticky."""
 
@@ -31,15 +35,81 @@ class StickyConfig(Config):
     max_sessions: Annotated[
         PositiveInt, Field(description="sessions remembered; beyond it the longest idle one is forgotten")
     ] = 65536
+    rebalance: Annotated[
+        float | None,
+        Field(
+            ge=0,
+            description="when workers join, a session moves to one of them on its next turn if its worker "
+            "has more than 1 + this times the mean of open sessions; null: it never moves",
+        ),
+    ] = 0.25
+
+
+class ConsistentHashConfig(Config):
+    """Keys of consistent_hash."""
+
+    key: Annotated[
+        Literal["session", "task"],
+        Field(description="what is hashed; the other one where a request lacks it"),
+    ] = "session"
+    points: Annotated[
+        PositiveInt,
+        Field(description="points of a worker on the ring; shares of keys differ by about 1/sqrt(points)"),
+    ] = 128
+    load_factor: Annotated[
+        float | None,
+        Field(
+            ge=1,
+            description="no worker gets more than this times the mean of open sessions; null: no bound",
+        ),
+    ] = None
+
+
+class PrefixCacheConfig(Config):
+    """Keys of prefix_cache."""
+
+    chunk: Annotated[
+        PositiveInt, Field(description="tokens that are compared as one; a match is whole chunks")
+    ] = 64
+    max_chunks: Annotated[
+        PositiveInt, Field(description="chunks remembered; beyond it the longest unused are forgotten")
+    ] = 65536
+    min_match: Annotated[
+        float,
+        Field(ge=0, le=1, description="share of the prompt that a worker must hold to be preferred"),
+    ] = 0.5
+    load_factor: Annotated[
+        float,
+        Field(ge=1, description="a worker is preferred up to this times the mean of open sessions"),
+    ] = 1.25
 
 
 @hookimpl
 def rollhook_router_policies() -> list[Component]:
-    """Supply the four policies."""
-    module = "rollhook_routing.policies"
+    """Supply the policies."""
+    package = "rollhook_routing"
     return [
-        Component("round_robin", RoundRobinConfig, f"{module}:RoundRobin", "each worker in turn"),
-        Component("random", RandomConfig, f"{module}:Random", "a seeded random worker"),
-        Component("min_load", MinLoadConfig, f"{module}:MinLoad", "the worker with the least to do"),
-        Component("sticky", StickyConfig, f"{module}:Sticky", "the worker that a session had before"),
+        Component("round_robin", RoundRobinConfig, f"{package}.policies:RoundRobin", "each worker in turn"),
+        Component("random", RandomConfig, f"{package}.policies:Random", "a seeded random worker"),
+        Component(
+            "min_load", MinLoadConfig, f"{package}.policies:MinLoad", "the worker with the least to do"
+        ),
+        Component(
+            "power_of_two", PowerOfTwoConfig, f"{package}.policies:PowerOfTwo", "the less loaded of two drawn"
+        ),
+        Component(
+            "sticky", StickyConfig, f"{package}.policies:Sticky", "the worker that a session had before"
+        ),
+        Component(
+            "consistent_hash",
+            ConsistentHashConfig,
+            f"{package}.ring:ConsistentHash",
+            "by a hash of the session or task",
+        ),
+        Component(
+            "prefix_cache",
+            PrefixCacheConfig,
+            f"{package}.prefix:PrefixCache",
+            "the worker that knows the prompt's start",
+        ),
     ]

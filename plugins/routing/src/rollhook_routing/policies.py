@@ -1,4 +1,4 @@
-"""The policies themselves; each is a few lines of choice and the state that it needs."""
+"""The policies that need no data structure of their own: a few lines of choice, and what they remember."""
 
 from __future__ import annotations
 
@@ -6,11 +6,17 @@ import random
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from hashlib import blake2b
 
 from rollhook.component import BuildContext
 from rollhook.router import RouteRequest, RouterPolicy, Worker, WorkerLoad
-from rollhook_routing import MinLoadConfig, RandomConfig, RoundRobinConfig, StickyConfig
+from rollhook_routing import (
+    MinLoadConfig,
+    PowerOfTwoConfig,
+    RandomConfig,
+    RoundRobinConfig,
+    StickyConfig,
+)
+from rollhook_routing.loads import amount, least_loaded, mean_sessions
 
 
 class RoundRobin(RouterPolicy):
@@ -22,11 +28,11 @@ class RoundRobin(RouterPolicy):
 
     def pick(self, request: RouteRequest, workers: Sequence[WorkerLoad]) -> Worker | None:
         """Return the next worker after the last one, in the workers' own order."""
-        order = sorted((load.worker for load in workers), key=_key)
-        if not order:
+        if not workers:
             return None
-        last = self._last
-        self._last = order[0] if last is None else next((w for w in order if _key(w) > _key(last)), order[0])
+        order = sorted((load.worker for load in workers), key=_key)
+        after = (w for w in order if self._last is None or _key(w) > _key(self._last))
+        self._last = next(after, order[0])
         return self._last
 
 
@@ -50,23 +56,38 @@ class MinLoad(RouterPolicy):
 
     def __init__(self, config: MinLoadConfig, context: BuildContext) -> None:
         super().__init__(config, context)
-        self._seed = str(context.seed)
+        self._seed = context.seed
 
     def pick(self, request: RouteRequest, workers: Sequence[WorkerLoad]) -> Worker | None:
         """Return the least loaded worker."""
+        return least_loaded(self._seed, request, workers)
+
+
+class PowerOfTwo(RouterPolicy):
+    """Draws two workers and picks the less loaded, by the same order as min_load.
+
+    Nearly as even as min_load, and no herd where several routers see loads late (Mitzenmacher 2001, "The
+    Power of Two Choices in Randomized Load Balancing").
+    """
+
+    def __init__(self, config: PowerOfTwoConfig, context: BuildContext) -> None:
+        super().__init__(config, context)
+        self._random = random.Random(context.seed)  # noqa: S311 - a choice of worker is no secret
+
+    def pick(self, request: RouteRequest, workers: Sequence[WorkerLoad]) -> Worker | None:
+        """Return the less loaded of two workers."""
         if not workers:
             return None
-        least = min(map(_load, workers))
-        tied = [load.worker for load in workers if _load(load) == least]
-        return min(tied, key=lambda worker: self._draw(request, worker))
-
-    def _draw(self, request: RouteRequest, worker: Worker) -> bytes:
-        text = f"{self._seed}\n{request.session_id}\n{worker.url}\n{worker.dp_rank}"
-        return blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()
+        return min(self._random.sample(workers, min(2, len(workers))), key=amount).worker
 
 
 class Sticky(RouterPolicy):
-    """Keeps a session on its worker while that is on offer; leaves the first choice to the next policy."""
+    """Keeps a session on its worker while that is on offer; leaves the first choice to the next policy.
+
+    When workers join, a session moves to one of them on its next turn if its own worker has more than
+    `1 + rebalance` times the mean of open sessions; a newcomer that has the mean is none any more, so that
+    no session moves twice for one joining.
+    """
 
     def __init__(
         self, config: StickyConfig, context: BuildContext, now: Callable[[], float] = time.monotonic
@@ -74,21 +95,31 @@ class Sticky(RouterPolicy):
         super().__init__(config, context)
         self._ttl = config.ttl
         self._max = config.max_sessions
+        self._margin = config.rebalance
         self._now = now
         #: session -> (worker, last used), the longest idle first
         self._table: OrderedDict[str, tuple[Worker, float]] = OrderedDict()
+        self._present: frozenset[Worker] = frozenset()
+        self._newcomers: frozenset[Worker] = frozenset()
 
     def __len__(self) -> int:
         return len(self._table)
 
+    @property
+    def each_turn(self) -> bool:
+        """Only while workers that joined have less than their share."""
+        return bool(self._newcomers)
+
     def pick(self, request: RouteRequest, workers: Sequence[WorkerLoad]) -> Worker | None:
-        """Return the session's worker if it is known and on offer."""
+        """Return the session's worker if it is known and on offer, or a newcomer that relieves it."""
         self._expire()
         known = self._table.get(request.session_id)
-        if known is None or all(load.worker != known[0] for load in workers):
+        own = known and next((load for load in workers if load.worker == known[0]), None)
+        if own is None:
             return None
-        self._remember(request.session_id, known[0])
-        return known[0]
+        worker = self._relief(own, workers) or own.worker
+        self._remember(request.session_id, worker)
+        return worker
 
     def assigned(self, request: RouteRequest, worker: Worker) -> None:
         """Remember the decision."""
@@ -99,10 +130,26 @@ class Sticky(RouterPolicy):
         self._table.pop(session_id, None)
 
     def workers_changed(self, workers: Sequence[Worker]) -> None:
-        """Forget the sessions of workers that exist no more."""
-        present = set(workers)
+        """Forget the sessions of workers that exist no more, and note those that have joined."""
+        present = frozenset(workers)
+        if self._margin is not None and self._present:
+            self._newcomers = (self._newcomers & present) | (present - self._present)
+        self._present = present
         for session_id in [s for s, (worker, _) in self._table.items() if worker not in present]:
             del self._table[session_id]
+
+    def _relief(self, own: WorkerLoad, workers: Sequence[WorkerLoad]) -> Worker | None:
+        """Return the emptiest newcomer if `own` has too many sessions, None when the session stays."""
+        if not self._newcomers or self._margin is None:
+            return None
+        mean = mean_sessions(workers)
+        joined = [load for load in workers if load.worker in self._newcomers]
+        full = {load.worker for load in joined if load.open_sessions + 1 > mean}
+        self._newcomers -= full
+        free = [load for load in joined if load.worker not in full]
+        if not free or own.open_sessions <= mean * (1 + self._margin):
+            return None
+        return min(free, key=amount).worker
 
     def _remember(self, session_id: str, worker: Worker) -> None:
         self._table[session_id] = (worker, self._now())
@@ -121,7 +168,3 @@ class Sticky(RouterPolicy):
 
 def _key(worker: Worker) -> tuple[str, int]:
     return worker.url, -1 if worker.dp_rank is None else worker.dp_rank
-
-
-def _load(load: WorkerLoad) -> tuple[int, int, int]:
-    return load.open_sessions, load.tokens_in_flight, load.queued or 0
