@@ -10,7 +10,6 @@ import asyncio
 import importlib
 import logging
 import os
-import pickle
 import secrets
 import shutil
 import sys
@@ -18,11 +17,11 @@ import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rollhook.errors import RollhookError
+from rollhook.failures import Failure, one_line
 from rollhook.processes import STOP_GRACE_SECONDS, ClusterPlacement, ProcessDiedError
 
 T = TypeVar("T")
@@ -38,7 +37,6 @@ RAY_ENV = {
     "RAY_SCHEDULER_EVENTS": "0",
 }
 OBJECT_STORE_BYTES = 80 * 1024 * 1024
-MAX_ERROR_CHARS = 500
 PREFIX = "rh-ray-"
 
 
@@ -99,23 +97,31 @@ class Cluster:
         except Exception as error:
             cluster._stop()
             raise RollhookError(
-                f"Ray did not start: {_one_line(error)}; its logs are in {scratch / 'ray'}"
+                f"Ray did not start: {one_line(error)}; its logs are in {scratch / 'ray'}"
             ) from error
         return cluster
 
     async def place(
-        self, target: str, *args: Any, name: str, gpus: float = 0, env: Mapping[str, str] | None = None
+        self,
+        target: str,
+        *args: Any,
+        name: str,
+        gpus: float = 0,
+        env: Mapping[str, str] | None = None,
+        log: Path | None = None,
+        calls: int = 1,
     ) -> Remote:
         """Construct `module:Class` with `args` in a process of its own and return a handle to it.
 
-        `env` is set before the module is imported; output goes to `<scratch>/<name>.log`. Raises what the
-        constructor raised, as `Remote.call` does. GPUs are whole or fractions, as Ray counts them.
+        `env` is set before the module is imported; output is appended to `log`, by default
+        `<scratch>/<name>.log`. Raises what the constructor raised, as `Remote.call` does. GPUs are whole or
+        fractions, as Ray counts them. At most `calls` calls run at once, each on a thread of its own.
         """
-        log = self._scratch / f"{name}.log"
+        log = log or self._scratch / f"{name}.log"
 
         def create() -> Any:
-            actor = _ray().remote(num_cpus=0, num_gpus=gpus, max_restarts=0)(_Resident)
-            return actor.remote(name, str(log))
+            options = {"num_cpus": 0, "num_gpus": gpus, "max_restarts": 0, "max_concurrency": calls}
+            return _ray().remote(**options)(_Resident).remote(name, str(log))
 
         remote = Remote(self, name, log, await self._run(create))
         self._remotes.append(remote)
@@ -193,7 +199,7 @@ class Remote:
             raise ProcessDiedError(
                 f"the process of {self.name} died; its log {self.log} ends: {tail(self.log) or 'nothing'}"
             ) from error
-        if isinstance(reply, _Failure):
+        if isinstance(reply, Failure):
             raise reply.to_error(self.log)
         return reply
 
@@ -238,33 +244,7 @@ class _Resident:
         except Exception as error:  # noqa: BLE001 - handed to the caller, and in the log in full
             traceback.print_exc()
             sys.stderr.flush()
-            return _Failure.of(error, self._name, method)
-
-
-@dataclass(frozen=True)
-class _Failure:
-    """An exception on its way home."""
-
-    text: str
-    error: bytes | None
-
-    @classmethod
-    def of(cls, error: Exception, name: str, method: str) -> _Failure:
-        if isinstance(error, RollhookError):
-            try:
-                payload = pickle.dumps(error)
-                pickle.loads(payload)  # noqa: S301 - our own
-                return cls(str(error), payload)
-            except Exception:  # noqa: BLE001 - the text is kept
-                return cls(str(error), None)
-        return cls(f"{name}.{method} failed: {_one_line(error)}", None)
-
-    def to_error(self, log: Path) -> RollhookError:
-        if self.error is not None:
-            error = pickle.loads(self.error)  # noqa: S301 - from our own actor
-            assert isinstance(error, RollhookError)
-            return error
-        return RollhookError(f"{self.text}; the traceback is in {log}")
+            return Failure.of(error, f"{self._name}.{method}")
 
 
 def tail(log: Path, size: int = 2000) -> str:
@@ -344,9 +324,3 @@ def _one_reason(error: OSError) -> str:
     """Return why files could not be copied; shutil gathers (from, to, reason) of each."""
     files = error.args[0] if error.args and isinstance(error.args[0], list) else []
     return str(files[0][2]) if files else str(error)
-
-
-def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    text = text if len(text) <= MAX_ERROR_CHARS else text[:MAX_ERROR_CHARS] + " ..."
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
