@@ -178,7 +178,7 @@ async def test_a_live_episode_says_where_it_is_what_it_waits_for_and_which_deadl
     async def seen(where: str) -> dict[str, Any]:
         await gates.reach(where)
         gates.now += 4.0
-        (found,) = snapshot(live, None)["episodes"]
+        (found,) = snapshot(live, ())["episodes"]
         return found
 
     def summary(found: dict[str, Any]) -> tuple[Any, ...]:
@@ -202,7 +202,7 @@ async def test_a_live_episode_says_where_it_is_what_it_waits_for_and_which_deadl
     assert (await seen("teardown"))["node"] == "teardown"
     await gates.reach("teardown")
     assert (await task).record.outcome.reward == 1.0
-    assert snapshot(live, None)["episodes"] == []
+    assert snapshot(live, ())["episodes"] == []
 
 
 async def test_a_pool_says_what_a_create_waits_for() -> None:
@@ -252,7 +252,7 @@ async def test_a_session_says_what_its_reply_waits_for(tmp_path: Path) -> None:
         assert policy.waits_for(session.route) == f"tokens of {worker.url}"
         policy.table.get(worker).queue_seconds = 2.5
         assert policy.waits_for(session.route).endswith(", where requests queue for 2.5 s")
-        (shown,) = snapshot(Live(), policy)["engines"]
+        (shown,) = snapshot(Live(), policy.table)["engines"]
         assert (shown["url"], shown["healthy"], shown["open_sessions"]) == (worker.url, True, 1)
         policy.leave(session.route)
         assert policy.waits_for(session.route) == "an engine that is healthy"
@@ -261,13 +261,13 @@ async def test_a_session_says_what_its_reply_waits_for(tmp_path: Path) -> None:
 async def test_the_file_is_there_while_the_run_is_and_a_bad_disk_stops_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with publishing(tmp_path, Live(), lambda: None, interval=0.001):
+    async with publishing(tmp_path, Live(), lambda: (), interval=0.001):
         async with asyncio.timeout(10):
             while read_live(tmp_path) is None:
                 await asyncio.sleep(0.001)
         assert read_live(tmp_path)["episodes"] == []
     assert list(tmp_path.iterdir()) == []
-    async with publishing(tmp_path / "absent", Live(), lambda: None, interval=0.001), asyncio.timeout(10):
+    async with publishing(tmp_path / "absent", Live(), lambda: (), interval=0.001), asyncio.timeout(10):
         while not caplog.records:
             await asyncio.sleep(0.001)
     assert "will not see the live episodes" in caplog.text

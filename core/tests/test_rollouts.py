@@ -13,7 +13,8 @@ from rollhook.recipe.schema import Recipe
 from rollhook.router import RouterPolicy
 from rollhook.runtime.lineage import Lineage
 from rollhook.runtime.parts import Parts
-from rollhook.runtime.rollouts import Rollouts, distinct
+from rollhook.runtime.rollout_worker import distinct
+from rollhook.runtime.rollouts import Rollouts
 from rollhook.session import Renderer
 from rollhook.testing.engine import LocalPlacement
 from rollhook.testing.fake_engine import FakeEngines

@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from rollhook import budgets, outcomes
 from rollhook.agent import Agent, AgentContext, StopReason
@@ -55,6 +55,13 @@ class EpisodeResult:
 
     record: EpisodeRecord
     samples: Sequence[Sample] = ()
+
+
+class Runner(Protocol):
+    """Runs episodes of one environment, here or elsewhere."""
+
+    async def run(self, request: EpisodeRequest) -> EpisodeResult:
+        """Run one episode; every failure becomes its outcome, only cancellation passes through."""
 
 
 class EpisodeRunner:

@@ -13,7 +13,7 @@ from functools import cache
 from rollhook.engine import SamplingParams
 from rollhook.environment import Task
 from rollhook.records import EpisodeRecord
-from rollhook.runtime.episode import EpisodeRequest, EpisodeResult, EpisodeRunner
+from rollhook.runtime.episode import EpisodeRequest, EpisodeResult, Runner
 from rollhook.runtime.seeds import derive
 from rollhook.runtime.statistics import Rate, mean_pass_at_k, stderr_over_tasks
 
@@ -113,7 +113,7 @@ def passed(record: EpisodeRecord) -> bool:
 
 
 async def run_trial(
-    runner: EpisodeRunner,
+    runner: Runner,
     trial: Trial,
     slots: asyncio.Semaphore,
     *,
@@ -141,7 +141,7 @@ async def run_trial(
 
 
 async def evaluate(  # noqa: PLR0913 - what an evaluation is made of
-    runner: EpisodeRunner,
+    runner: Runner,
     tasks: Sequence[Task],
     sampling: SamplingParams,
     *,

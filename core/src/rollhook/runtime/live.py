@@ -7,13 +7,43 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from rollhook.budgets import AgentClock
     from rollhook.runtime.episode import EpisodeRequest
-    from rollhook.sandbox import Sandbox
-    from rollhook.session import PolicySession
+    from rollhook.session.common import SessionStats
+
+
+class LiveSession(Protocol):
+    """What is seen of an episode's session from outside."""
+
+    @property
+    def stats(self) -> SessionStats:
+        """Counts of its turns."""
+
+    @property
+    def versions(self) -> tuple[int, int] | None:
+        """The oldest and the newest weight version of any generated token; None where none is known."""
+
+    @property
+    def waits_for(self) -> str:
+        """What its turns under way wait for, in words; empty when there are none."""
+
+
+class LiveClock(Protocol):
+    """What is seen of an agent's clock."""
+
+    @property
+    def remaining(self) -> float:
+        """Seconds left."""
+
+
+class LiveBox(Protocol):
+    """What is seen of a sandbox."""
+
+    @property
+    def id(self) -> str:
+        """Its id at the provider."""
 
 
 @dataclass(eq=False)
@@ -38,15 +68,15 @@ class LiveEpisode:
     request: EpisodeRequest
     task: asyncio.Task[object]
     started: float
-    session: PolicySession | None = None
+    session: LiveSession | None = None
     node: str = ""
     node_since: float = 0.0
     deadline: float | None = None
     episode_deadline: float | None = None
     first_version: int | None = None
     cancelled: str = ""
-    clock: AgentClock | None = None
-    boxes: Mapping[str, Sandbox] = field(default_factory=dict)
+    clock: LiveClock | None = None
+    boxes: Mapping[str, LiveBox] = field(default_factory=dict)
     waits: list[Wait] = field(default_factory=list)
 
     @property

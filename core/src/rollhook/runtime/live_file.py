@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from rollhook.errors import RunError
 
 if TYPE_CHECKING:
     from rollhook.runtime.live import Live, LiveEpisode
-    from rollhook.session import Policy
+    from rollhook.session.workers import Entry
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ INTERVAL = 2.0
 
 @contextlib.asynccontextmanager
 async def publishing(
-    directory: Path, live: Live, policy: Callable[[], Policy | None], *, interval: float = INTERVAL
+    directory: Path, live: Live, table: Callable[[], Iterable[Entry]], *, interval: float = INTERVAL
 ) -> AsyncIterator[None]:
     """Keep `live.json` of an attempt up to date while the block runs; it is gone afterwards.
 
@@ -39,7 +39,7 @@ async def publishing(
         failing = False
         while not over.is_set():
             try:
-                await asyncio.to_thread(_write, path, snapshot(live, policy()))
+                await asyncio.to_thread(_write, path, snapshot(live, table()))
                 failing = False
             except RunError as error:
                 if not failing:
@@ -62,7 +62,7 @@ def _write(path: Path, data: dict[str, Any]) -> None:
     write_atomic(path, to_json({"schema": SCHEMA_VERSION, "written_at": time.time(), **data}) + b"\n")
 
 
-def snapshot(live: Live, policy: Policy | None) -> dict[str, Any]:
+def snapshot(live: Live, table: Iterable[Entry]) -> dict[str, Any]:
     """Return what the file holds of the episodes and of the engines' workers, as it is now."""
     now = live.now()
     return {
@@ -77,7 +77,7 @@ def snapshot(live: Live, policy: Policy | None) -> dict[str, Any]:
                 "tokens_in_flight": entry.tokens_in_flight,
                 "queue_seconds": entry.queue_seconds,
             }
-            for entry in getattr(policy, "table", ())
+            for entry in table
         ],
     }
 

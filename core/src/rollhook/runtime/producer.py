@@ -22,7 +22,7 @@ from rollhook.engine import SamplingParams
 from rollhook.errors import first_of
 from rollhook.records import Group
 from rollhook.runtime.batch import Batch, Prompt, failed, permute_rewards, rejection
-from rollhook.runtime.episode import EpisodeRequest, EpisodeResult, EpisodeRunner
+from rollhook.runtime.episode import EpisodeRequest, EpisodeResult, Runner
 from rollhook.runtime.live import Live
 from rollhook.runtime.seeds import derive
 
@@ -54,7 +54,7 @@ class Producer:
 
     def __init__(  # noqa: PLR0913 - what the making of groups needs
         self,
-        runners: Mapping[str, EpisodeRunner],
+        runners: Mapping[str, Runner],
         rollout: Rollout,
         *,
         steps: int,

@@ -14,7 +14,7 @@ from rollhook.episode_store import read_records
 from rollhook.errors import UsageError
 from rollhook.runtime.episode import EpisodeRequest, EpisodeRunner
 from rollhook.runtime.recorded_session import RecordedPolicy
-from rollhook.runtime.rollouts import distinct
+from rollhook.runtime.rollout_worker import distinct
 from rollhook.runtime.rows import Rows
 
 if TYPE_CHECKING:

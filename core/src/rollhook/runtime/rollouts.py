@@ -9,30 +9,25 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rollhook.agent import Agent
 from rollhook.durable import to_json, write_atomic
 from rollhook.engine import Engine, SamplingParams
-from rollhook.engine.client import EngineClient
 from rollhook.environment import Environment, Task
 from rollhook.errors import EngineError, UsageError, first_of
 from rollhook.records import Group
 from rollhook.router import Worker
-from rollhook.routing import build_chain
 from rollhook.runtime.batch import Batch, Prompt
 from rollhook.runtime.draw import Draw, share_out
-from rollhook.runtime.episode import EpisodeRequest, EpisodeResult, EpisodeRunner
+from rollhook.runtime.episode import EpisodeRequest, EpisodeResult, Runner
 from rollhook.runtime.evaluate import Evaluation, choose, evaluate
 from rollhook.runtime.lineage import Lineage
 from rollhook.runtime.live import Live
 from rollhook.runtime.live_file import publishing
-from rollhook.runtime.model import context_length, renderer
 from rollhook.runtime.parts import Parts
 from rollhook.runtime.producer import Producer
 from rollhook.runtime.reuse import owned_prompts
+from rollhook.runtime.rollout_worker import RolloutWorker, build_environments, distinct, sampling_of
 from rollhook.runtime.seeds import derive
-from rollhook.sandbox.pool import SandboxPool
-from rollhook.session import Policy, PolicyClient
-from rollhook.session.gateway import Gateway, SessionDefaults
+from rollhook.session import Policy
 
 if TYPE_CHECKING:
     from rollhook.engine.base import Placement
@@ -57,11 +52,8 @@ class Rollouts:
         self._finished = finished
         self._stack = AsyncExitStack()
         self._engine: Engine | None = None
-        self._client: EngineClient | None = None
-        self._policy: PolicyClient | None = None
-        self._pool: SandboxPool | None = None
+        self._rollout: RolloutWorker
         self._workers: list[Worker] = []
-        self._runners: dict[str, EpisodeRunner] = {}
         self._draws: dict[str, Draw] = {}
         self._tasks: dict[tuple[str, str], list[Task]] = {}
         self._names = distinct([use.use for use in self._recipe.environment])
@@ -79,24 +71,19 @@ class Rollouts:
         Raises UsageError when a split is empty or the sandbox cannot be had here.
         """
         recipe = self._recipe
-        published = publishing(self._attempt.path, self.live, lambda: self._policy)
-        await self._stack.enter_async_context(published)
-        pool = self._pool = await self._parts.open_pool(self._attempt, self._stack)
+        pool = await self._parts.open_pool(self._attempt, self._stack)
         if pool is not None and (described := pool.backend.describe()):
             self.descriptions["sandbox"] = ", ".join(f"{key} {text}" for key, text in described.items())
-        agent = self._parts.build_agent()
-        self._stack.push_async_callback(agent.aclose)
         capabilities = pool.backend.capabilities if pool is not None else frozenset()
-        for number, (name, use) in enumerate(zip(self._names, recipe.environment, strict=True)):
-            environment: Environment = self._parts.build("environment", use, f"environment.{number}")
-            self._stack.push_async_callback(environment.aclose)
-            problems = await asyncio.to_thread(environment.problems, capabilities)
-            if problems:
-                raise UsageError(f"environment {name} cannot run here: {'; '.join(problems)}")
+        environments = await build_environments(self._parts, capabilities, self._stack)
+        for (name, environment), use in zip(environments.items(), recipe.environment, strict=True):
             await self._read_tasks(name, environment, use.split, recipe.evaluation.split)
-            self._runners[name] = self._runner(name, environment, agent)
-            of = f"{name} " if len(self._names) > 1 else ""
+            of = f"{name} " if len(environments) > 1 else ""
             self.descriptions.update({f"{of}{key}": text for key, text in environment.describe().items()})
+        self._rollout = RolloutWorker(self._parts, environments, pool, self.live)
+        self._stack.push_async_callback(self._rollout.aclose)
+        published = publishing(self._attempt.path, self.live, lambda: self._rollout.table)
+        await self._stack.enter_async_context(published)
 
     async def start(self, placement: Placement, model_dir: Path, version: int) -> None:
         """Start the engines with these weights and open the policy."""
@@ -105,43 +92,29 @@ class Rollouts:
             raise UsageError("a recipe that asks a policy needs an engine")
         self._engine = self._parts.build("engine", recipe.engine, "engine")
         self._stack.push_async_callback(self._engine.stop)
+        self._stack.push_async_callback(self._rollout.aclose)  # sessions end before their engines
         try:
             async with asyncio.TaskGroup() as starting:
                 engines = starting.create_task(self._engine.start(placement, model_dir, version))
-                rendering = starting.create_task(asyncio.to_thread(renderer, recipe.model, model_dir))
+                starting.create_task(self._rollout.load(model_dir))
         except ExceptionGroup as errors:
             raise first_of(errors) from None
-        self._workers, rendered = list(engines.result()), rendering.result()
+        self._workers = list(engines.result())
         self._weights = (model_dir, version)
-        self._client = EngineClient()
-        self._stack.push_async_callback(self._client.aclose)
-        chain = build_chain(
-            recipe.router.use, recipe.router.keys, self._parts.plugins, self._parts.context("router")
-        )
-        self._policy = PolicyClient(
-            rendered,
-            chain,
-            self._client,
-            context_length=context_length(recipe.model, model_dir),
-            seed=derive(recipe.seed, "policy"),
-            revive=self._revive,
-        )
-        self._stack.push_async_callback(self._policy.close)
-        self._policy.set_workers(self._workers, version)
-        await self.use(self._policy)
+        await self._rollout.open_policy(self._workers, version, self._revive)
+        self._say_where()
 
     async def use(self, policy: Policy) -> None:
         """Let the agents of every environment ask this policy, in the process and over HTTP."""
-        await self._serve(policy)
-        for runner in self._runners.values():
-            runner.policy = policy
+        await self._rollout.use(policy)
+        self._say_where()
 
-    def held_out(self) -> list[tuple[str, EpisodeRunner, list[Task]]]:
+    def held_out(self) -> list[tuple[str, Runner, list[Task]]]:
         """Return each environment's name, runner and tasks of an evaluation, one for each episode."""
         wanted, seed = self._recipe.evaluation, self._recipe.seed
         return [
             (name, runner, choose(self._tasks[name, wanted.split], wanted.episodes, wanted.samples, seed))
-            for name, runner in self._runners.items()
+            for name, runner in self._rollout.runners.items()
         ]
 
     async def produce(self, step: int, lineage: Lineage) -> None:
@@ -153,7 +126,7 @@ class Rollouts:
         for episode_id, reason in refused.items():
             self._attempt.journal.append("episode_rejected", episode_id=episode_id, reason=reason)
         self._producer = Producer(
-            self._runners,
+            self._rollout.runners,
             self._recipe.rollout,
             steps=self._recipe.steps,
             seed=self._recipe.seed,
@@ -198,7 +171,7 @@ class Rollouts:
                 self._producer.resume()
 
     async def _evaluate(self, step: int, begun: Callable[[str, int], None]) -> list[Evaluation]:
-        plans = [self._sampling()]
+        plans = [sampling_of(self._recipe)]
         if self._recipe.evaluation.greedy:
             plans.append(SamplingParams(temperature=0.0))
         found = []
@@ -227,11 +200,10 @@ class Rollouts:
 
     async def update(self, path: Path, version: int, step: int) -> None:
         """Bring weights with `step` steps to every engine; one that fails is revived or leaves."""
-        assert self._policy is not None
         self._weights = (path, version)
         if self._producer is not None:
             self._producer.publishing(version, step)
-        failed = await self._policy.update_weights(path, version)
+        failed = await self._rollout.update_weights(path, version)
         why = EngineError(f"no engine took weight version {version}; their logs are in {self._attempt.logs}")
         for worker in {Worker(worker.url): None for worker in failed}:
             try:
@@ -244,7 +216,7 @@ class Rollouts:
         if not self._workers:
             raise why
         if failed:
-            self._policy.set_workers(self._workers, version)
+            self._rollout.set_workers(self._workers, version)
         if self._producer is not None:
             self._producer.published(version, step)
 
@@ -266,32 +238,16 @@ class Rollouts:
 
     def sandbox_stats(self) -> dict[str, float]:
         """Return the pool's counts, as metrics."""
-        if self._pool is None:
-            return {}
-        return self._pool.stats()
+        return self._rollout.sandbox_stats()
 
     async def aclose(self) -> None:
         """Release everything: engines, sandboxes, environments."""
         await self._stack.aclose()
 
-    async def _serve(self, policy: Policy) -> None:
-        """Give the sessions their HTTP face; its address is in the attempt's `gateway.json`."""
-        settings, budgets = self._recipe.gateway, self._recipe.budgets
-        gateway = Gateway(
-            policy,
-            bind=settings.bind,
-            token=settings.token.resolve().get_secret_value() if settings.token else None,
-            defaults=SessionDefaults(
-                budgets.max_seq_len, budgets.reply_tokens, budgets.turns, self._sampling()
-            ),
-        )
-        self._stack.push_async_callback(gateway.stop)
-        await gateway.start()
-        write_atomic(self._attempt.path / "gateway.json", to_json({"schema": 1, "url": gateway.url}) + b"\n")
-
-    def _sampling(self) -> SamplingParams:
-        sampling = self._recipe.rollout.sampling
-        return SamplingParams(sampling.temperature, sampling.top_p, sampling.top_k)
+    def _say_where(self) -> None:
+        """Write the address of the sessions' HTTP face into the attempt's `gateway.json`."""
+        address = to_json({"schema": 1, "url": self._rollout.url}) + b"\n"
+        write_atomic(self._attempt.path / "gateway.json", address)
 
     async def _read_tasks(self, name: str, environment: Environment, train: str, heldout: str) -> None:
         splits = {train} | ({heldout} if self._recipe.evaluation.every else set())
@@ -313,19 +269,6 @@ class Rollouts:
             how=rollout.draw,
             floor=rollout.draw_floor,
             seed=derive(self._recipe.seed, "tasks", name),
-        )
-
-    def _runner(self, name: str, environment: Environment, agent: Agent) -> EpisodeRunner:
-        return EpisodeRunner(
-            name=name,
-            environment=environment,
-            agent=agent,
-            pool=self._pool,
-            policy=None,
-            limits=self._recipe.budgets,
-            outcome_policy=self._recipe.outcomes,
-            context=self._parts.context(f"environment.{name}"),
-            live=self.live,
         )
 
     def _journal_start(self, request: EpisodeRequest) -> None:
@@ -364,8 +307,3 @@ class Rollouts:
         number = self._names.index(name) if name in self._names else -1
         split = self._recipe.environment[number].split
         return next((task for task in self._tasks.get((name, split), ()) if task.id == task_id), None)
-
-
-def distinct(names: Sequence[str]) -> list[str]:
-    """Return the names, the second of two equal ones as `name-2` and so on."""
-    return [name if (n := names[:i].count(name)) == 0 else f"{name}-{n + 1}" for i, name in enumerate(names)]

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from rollhook.recipe.schema import Recipe
     from rollhook.records import EpisodeRecord
     from rollhook.rundir import Attempt, RunDir, Status
-    from rollhook.runtime.episode import EpisodeRequest, EpisodeResult, EpisodeRunner
+    from rollhook.runtime.episode import EpisodeRequest, EpisodeResult, Runner
     from rollhook.runtime.progress import Display
 
 #: finished episodes are durable after at most this long
@@ -47,7 +47,7 @@ class Planned:
     """A trial with its runner; `name` is that of its environment."""
 
     name: str
-    runner: EpisodeRunner
+    runner: Runner
     trial: Trial
 
 
