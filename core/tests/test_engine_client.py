@@ -2,6 +2,8 @@
 
 import asyncio
 import time
+from contextlib import AsyncExitStack
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -10,10 +12,18 @@ from hypothesis import strategies as st
 from rollhook.engine.base import GenerationRequest, SamplingParams
 from rollhook.engine.client import EngineClient
 from rollhook.engine.generation import generate_body, parse_generation, version_number
-from rollhook.engine.weights import MARKER, WeightStore, update_workers
+from rollhook.engine.server_info import parse_loads
+from rollhook.engine.weights import MARKER, WeightStore, paused, update_workers
 from rollhook.errors import EngineError
 from rollhook.router import Worker
 from rollhook.testing.fake_engine import FakeEngine, scripted
+
+json = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
 
 REQUEST = GenerationRequest("r", [1, 2, 3], SamplingParams(max_new_tokens=4, stop_token_ids=(9,), seed=7))
 
@@ -44,13 +54,70 @@ async def test_a_generation_has_one_logprob_and_one_version_per_token(engine, cl
     )
 
 
-async def test_the_rank_travels_in_the_body(engine, client):
+@pytest.mark.parametrize(
+    ("release", "field"),
+    [
+        ("", "data_parallel_rank"),
+        ("0.5.9.post1", "data_parallel_rank"),
+        ("0.5.10rc0", "routed_dp_rank"),
+        ("0.5.23", "routed_dp_rank"),
+        ("0.6.0.dev3+gabc", "routed_dp_rank"),
+    ],
+)
+async def test_the_rank_travels_in_the_body_under_the_name_that_the_release_knows(client, release, field):
     """Invariant 10: a worker is a URL and a rank, two fields."""
-    await client.generate(Worker(engine.url, 3), REQUEST)
+    async with FakeEngine(scripted([5]), dp_size=4, sglang=release) as engine:
+        await client.generate(Worker(engine.url, 3), REQUEST)
+        await client.generate(engine.worker, REQUEST)
+        assert engine.requests[0][field] == 3
+        assert not {"data_parallel_rank", "routed_dp_rank"} & set(engine.requests[1])
+        assert len({"data_parallel_rank", "routed_dp_rank"} & set(engine.requests[0])) == 1
+        assert engine.requests[0]["sampling_params"]["sampling_seed"] == 7
+
+
+async def test_a_cache_key_is_sglangs_extra_key(engine, client):
+    keyed = GenerationRequest("k", [1], SamplingParams(), cache_key="weight-version:7")
+    await client.generate(engine.worker, keyed)
     await client.generate(engine.worker, REQUEST)
-    assert engine.requests[0]["data_parallel_rank"] == 3
-    assert "data_parallel_rank" not in engine.requests[1]
-    assert engine.requests[0]["sampling_params"]["sampling_seed"] == 7
+    assert [body.get("extra_key") for body in engine.requests] == ["weight-version:7", None]
+
+
+async def test_a_flush_is_asked_again_while_requests_are_queued(engine):
+    waits = []
+    client = EngineClient(control_timeout=5, sleep=noting(waits))
+    engine.fail("/flush_cache", 400, times=2, body={})
+    await client.flush(engine.worker)
+    assert waits == [1.0, 1.0]
+    assert [name for name, _ in engine.control] == ["flush_cache"] * 3
+    await client.aclose()
+
+
+async def test_a_flush_gives_up_after_its_tries(engine):
+    waits = []
+    client = EngineClient(control_timeout=5, sleep=noting(waits))
+    engine.fail("/flush_cache", 400, times=100)
+    with pytest.raises(EngineError, match="refused 60 times to flush its cache") as caught:
+        await client.flush(engine.worker)
+    assert (len(waits), caught.value.kind) == (59, "infrastructure")
+    await client.aclose()
+
+
+async def test_a_flush_that_fails_for_another_reason_is_not_asked_again(engine, client):
+    engine.fail("/flush_cache", 500)
+    with pytest.raises(EngineError, match="answered 500"):
+        await client.flush(engine.worker)
+    assert len(engine.control) == 1
+
+
+async def test_a_continue_that_does_not_get_through_is_tried_again(engine):
+    waits = []
+    client = EngineClient(control_timeout=5, sleep=noting(waits))
+    engine.fail("/continue_generation", 0)
+    engine.fail("/continue_generation", 503)
+    await client.pause(engine.worker)
+    await client.continue_(engine.worker)
+    assert (engine.paused, len(waits)) == (False, 2)
+    await client.aclose()
 
 
 def test_a_request_without_a_seed_sends_none():
@@ -69,10 +136,15 @@ def test_a_request_without_a_seed_sends_none():
         (
             lambda c, w, p: c.update_weights_from_disk(w, p, 12),
             "update_weights_from_disk",
-            {"model_path": "PATH", "weight_version": "12"},
+            {"model_path": "PATH", "weight_version": "12", "flush_cache": False},
+        ),
+        (
+            lambda c, w, p: c.update_weight_version(w, 12),
+            "update_weight_version",
+            {"new_version": "12", "abort_all_requests": False},
         ),
     ],
-    ids=["pause", "continue", "flush", "abort one", "abort all", "update"],
+    ids=["pause", "continue", "flush", "abort one", "abort all", "update", "name the version"],
 )
 async def test_control_calls_send_what_sglang_takes(engine, client, tmp_path, call, path, body):
     await call(client, engine.worker, tmp_path)
@@ -81,7 +153,7 @@ async def test_control_calls_send_what_sglang_takes(engine, client, tmp_path, ca
 
 async def test_the_version_is_asked_under_either_path(engine, client):
     assert await client.weight_version(engine.worker) == 1
-    engine.fail("/get_weight_version", 404)
+    engine.fail("/model_info", 404)
     assert await client.weight_version(engine.worker) == 1
     engine.version = "default"
     assert await client.weight_version(engine.worker) is None
@@ -95,8 +167,58 @@ async def test_health_is_a_yes_or_no(engine, client):
     assert not await client.health(engine.worker)
 
 
-async def test_server_info_is_the_engines_own(engine, client):
-    assert (await client.server_info(engine.worker))["dp_size"] == 1
+@pytest.mark.parametrize("release", ["", "0.5.7", "0.5.21", "0.5.22", "0.5.23"])
+async def test_an_engine_is_expanded_to_its_ranks_whatever_its_release_calls_them(client, release):
+    async with FakeEngine(dp_size=4, sglang=release) as engine:
+        info = await client.server_info(engine.worker)
+        assert (info.version, info.dp_size, info.dp_attention) == (release, 4, True)
+        assert info.workers(engine.url) == [Worker(engine.url, rank) for rank in range(4)]
+
+
+async def test_server_info_is_asked_under_either_path(engine, client):
+    engine.fail("/server_info", 404)
+    info = await client.server_info(engine.worker)
+    assert (info.dp_size, info.dp_attention, info.fields["fake"]) == (1, False, True)
+    assert info.workers(engine.url) == [Worker(engine.url)]
+
+
+@pytest.mark.parametrize("answer", [[], "text", {"dp_size": "many"}, {"dp_size": -1}, {"dp_size": [2]}])
+async def test_a_description_that_is_none_is_an_engine_error(engine, client, answer):
+    engine.fail("/server_info", 200, body=answer)
+    with pytest.raises(EngineError, match="/server_info"):
+        await client.server_info(engine.worker)
+
+
+@pytest.mark.parametrize("release", ["0.5.7", "0.5.8", "0.5.23"])
+async def test_the_load_of_each_rank_is_told_by_every_release(client, release):
+    async with FakeEngine(dp_size=2, slots=1, sglang=release) as engine:
+        engine.hold()
+        calls = [
+            asyncio.ensure_future(client.generate(Worker(engine.url, 1), replace(REQUEST, rid=n)))
+            for n in "ab"
+        ]
+        await engine.until(lambda: engine.running == 2 and engine.queued == 1)
+        idle, busy = await client.load(engine.worker)
+        assert (idle.dp_rank, idle.running, idle.waiting, idle.tokens) == (0, 0, 0, 0)
+        assert (busy.dp_rank, busy.running, busy.waiting, busy.tokens) == (1, 1, 1, 6)
+        assert "sglang:num_queue_reqs 1" in await client.metrics(engine.worker)
+        await engine.release()
+        await asyncio.gather(*calls)
+
+
+@given(json)
+def test_any_json_is_a_load_or_an_error_of_the_protocol(data):
+    try:
+        parse_loads(data)
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return
+
+
+async def test_a_generation_proves_health_and_none_can_be_made_in_a_pause(engine, client):
+    assert await client.health_generate(engine.worker)
+    await client.pause(engine.worker)
+    assert not await client.health_generate(engine.worker, timeout=1.0)
+    assert await client.health(engine.worker)
 
 
 async def test_a_200_that_says_no_is_a_failure(engine, client):
@@ -159,6 +281,13 @@ async def test_a_client_of_a_shared_session_leaves_it_open(engine):
         await client.generate(engine.worker, REQUEST)
         await client.aclose()
         assert not session.closed
+
+
+def noting(waits):
+    async def sleep(seconds):
+        waits.append(seconds)
+
+    return sleep
 
 
 def change(**meta):
@@ -241,11 +370,6 @@ async def test_an_abort_ends_the_request_that_it_names(engine, client):
     assert (await calls[1]).finish_reason == "length"
 
 
-json = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=8,
-)
 meta = st.fixed_dictionaries(
     {},
     optional={
@@ -320,32 +444,143 @@ def test_other_directories_are_left_alone(tmp_path):
     assert WeightStore(tmp_path / "absent").prune() == []
 
 
-async def test_every_engine_is_updated_once_however_many_ranks(tmp_path, client):
+@pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
+async def test_an_update_is_this_sequence_once_however_many_ranks(tmp_path, client, mode):
     async with FakeEngine(dp_size=4) as engine:
-        assert await update_workers(client, engine.workers, tmp_path, 2, "retract") == {}
+        assert await update_workers(client, engine.workers, tmp_path, 2, mode) == {}
+        flush = [] if mode == "in_place" else ["flush_cache"]
         assert [name for name, _ in engine.control] == [
             "pause_generation",
+            *flush,
             "update_weights_from_disk",
             "continue_generation",
         ]
-        assert engine.control[0][1] == {"mode": "retract"}
-        assert engine.version == 2
+        assert engine.control[0][1] == {"mode": mode}
+        assert (engine.version, engine.paused) == (2, False)
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
+@pytest.mark.parametrize("release", ["0.5.9", "0.5.20", "0.5.23"])
+async def test_an_update_with_requests_under_way_works_with_every_release(tmp_path, mode, release):
+    client = EngineClient(generate_timeout=5, control_timeout=5, sleep=noting([]))
+    async with FakeEngine(scripted([5, 6, 9, 8]), sglang=release) as engine:
+        engine.hold(after=2)
+        call = asyncio.ensure_future(client.generate(engine.worker, REQUEST))
+        await engine.until(lambda: engine.running == 1)
+        assert await update_workers(client, engine.workers, tmp_path, 2, mode) == {}
+        await engine.release()
+        generation = await call
+        refuses = release == "0.5.20"
+        aborted = mode == "abort" or (mode == "retract" and refuses)
+        assert generation.finish_reason == ("abort" if aborted else "stop")
+        assert ("abort_request" in dict(engine.control)) == (mode == "retract" and refuses)
+    await client.aclose()
+
+
+async def test_an_engine_that_does_not_flush_has_failed_and_generates_on(tmp_path):
+    client = EngineClient(control_timeout=5, sleep=noting([]))
+    async with FakeEngine() as engine:
+        engine.fail("/flush_cache", 400, times=100)
+        failed = await update_workers(client, engine.workers, tmp_path, 2, "abort")
+        assert "to flush its cache" in failed[engine.worker]
+        assert (engine.version, engine.paused) == (1, False)
+    await client.aclose()
+
+
+async def test_an_engine_is_never_taken_back_to_older_weights(tmp_path, client):
+    async with FakeEngine(version=5) as engine:
+        failed = await update_workers(client, engine.workers, tmp_path, 4)
+        assert failed == {engine.worker: "it serves version 5, which 4 does not follow"}
+        assert engine.control == []
+
+
+async def test_few_engines_read_weights_at_once(tmp_path, client):
+    engines = [FakeEngine() for _ in range(4)]
+    reading = Reading(client, "update_weights_from_disk")
+    async with AsyncExitStack() as stack:
+        for engine in engines:
+            await stack.enter_async_context(engine)
+        workers = [engine.worker for engine in engines]
+        assert await update_workers(reading, workers, tmp_path, 2, at_once=2) == {}
+    assert reading.peak == 2
+
+
+class Reading:
+    """Passes calls on and counts how many of one kind are under way."""
+
+    def __init__(self, client, name):
+        self.client, self.name, self.now, self.peak = client, name, 0, 0
+        self.reached, self.go = asyncio.Event(), asyncio.Event()
+        self.go.set()
+
+    def __getattr__(self, name):
+        call = getattr(self.client, name)
+        return self.counted(call) if name == self.name else call
+
+    def counted(self, call):
+        async def counting(*args):
+            self.now += 1
+            self.peak = max(self.peak, self.now)
+            self.reached.set()
+            try:
+                await self.go.wait()
+                await call(*args)
+            finally:
+                self.now -= 1
+
+        return counting
+
+
+@pytest.mark.parametrize("step", ["pause", "update_weights_from_disk", "weight_version", "continue_"])
+async def test_an_update_that_is_cancelled_leaves_no_engine_paused(tmp_path, client, step):
+    stopped = Reading(client, step)
+    async with FakeEngine() as engine:
+        stopped.go.clear()
+        update = asyncio.ensure_future(update_workers(stopped, engine.workers, tmp_path, 2, "in_place"))
+        await stopped.reached.wait()
+        update.cancel()
+        stopped.go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await update
+        assert not engine.paused
+        names = [name for name, _ in engine.control]
+        assert names.count("pause_generation") == names.count("continue_generation") or step == "pause"
+
+
+async def test_an_engine_goes_on_when_the_block_in_its_pause_fails(client):
+    async with FakeEngine() as engine:
+        with pytest.raises(KeyError):  # noqa: PT012 - what it leaves behind counts
+            async with paused(client, engine.worker, "retract"):
+                assert engine.paused
+                raise KeyError("x")
+        assert not engine.paused
+
+
+async def test_an_error_in_a_pause_is_told_and_not_the_continue_that_failed_after_it(client, caplog):
+    async with FakeEngine() as engine:
+        engine.fail("/continue_generation", 400)
+        with pytest.raises(EngineError, match="the first"):
+            async with paused(client, engine.worker):
+                raise EngineError("the first")
+    assert "may be paused still" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("path", "told"),
     [
-        ("/pause_generation", "pause_generation answered 500"),
-        ("/update_weights_from_disk", "update_weights_from_disk answered 500"),
-        ("/get_weight_version", "get_weight_version answered 500"),
-        ("/continue_generation", "continue_generation answered 500"),
+        ("/pause_generation", "pause_generation answered 501"),
+        ("/update_weights_from_disk", "update_weights_from_disk answered 501"),
+        ("/model_info", "model_info answered 501"),
+        ("/continue_generation", "continue_generation answered 501"),
     ],
 )
 async def test_an_engine_that_fails_in_any_step_is_reported_and_told_to_continue(
     tmp_path, client, path, told
 ):
     async with FakeEngine(dp_size=2) as bad, FakeEngine() as good:
-        bad.fail(path)
+        if path == "/model_info":
+            bad.fail(path, 200, body={"weight_version": "1"})  # the version before the update
+        bad.fail(path, 501)
         failed = await update_workers(client, [*bad.workers, *good.workers], tmp_path, 2)
         assert set(failed) == set(bad.workers)
         assert told in failed[bad.workers[0]]

@@ -95,16 +95,16 @@ class Lossy(FakeEngine):
 class Seedless(FakeEngine):
     """Ignores the seed."""
 
-    async def _answer(self, body, running):
+    async def _answer(self, body, running, stream):
         body["sampling_params"].pop("sampling_seed", None)
-        return await super()._answer(body, running)
+        return await super()._answer(body, running, stream)
 
 
 class Trimming(FakeEngine):
     """Leaves the stop token out."""
 
-    async def _answer(self, body, running):
-        answer = await super()._answer(body, running)
+    async def _answer(self, body, running, stream):
+        answer = await super()._answer(body, running, stream)
         meta = answer["meta_info"]
         if "matched" in meta["finish_reason"]:
             for values in (answer["output_ids"], meta["output_token_logprobs"], meta["weight_versions"]):
@@ -140,8 +140,8 @@ class Forgetful(FakeEngine):
 class Vague(FakeEngine):
     """Gives all tokens of a reply the version at its end."""
 
-    async def _answer(self, body, running):
-        answer = await super()._answer(body, running)
+    async def _answer(self, body, running, stream):
+        answer = await super()._answer(body, running, stream)
         meta = answer["meta_info"]
         meta["weight_versions"] = [0] * len(meta["weight_versions"])
         return answer
@@ -150,10 +150,10 @@ class Vague(FakeEngine):
 class Mixing(FakeEngine):
     """Mixes up what runs at once."""
 
-    async def _answer(self, body, running):
+    async def _answer(self, body, running, stream):
         if self.running > 1:
             body["input_ids"] = [1]
-        return await super()._answer(body, running)
+        return await super()._answer(body, running, stream)
 
 
 class Immortal(FakeEngines):

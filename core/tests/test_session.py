@@ -103,6 +103,7 @@ async def test_what_the_engine_is_asked_is_what_sglang_takes(directory, renderer
         "return_logprob": True,
         "stream": False,
         "data_parallel_rank": 0,
+        "extra_key": "weight-version:1",
     }
 
 
@@ -458,11 +459,11 @@ async def test_an_engine_that_reports_no_versions_is_bracketed(directory, render
 async def test_requests_that_an_update_aborts_are_asked_again(directory, renderer, weights):
     engine = FakeEngine(says(renderer, "abcd"))
     engine.hold(after=2)
-    async with serving(engine, directory=directory) as policy:
+    async with serving(engine, directory=directory, pause_mode="abort") as policy:
         session = open_session(policy, clock=AgentClock(60.0))
         call = asyncio.ensure_future(session.chat([USER]))
         await engine.until(lambda: engine.running == 1)
-        await policy.update_weights(weights, 2, mode="abort")
+        await policy.update_weights(weights, 2)
         await engine.release()
         assert (await call).message["content"] == "abcd"
         (leaf,) = session.leaves()
@@ -586,12 +587,12 @@ async def test_weight_updates_may_abort_a_request_more_often_than_an_engine_may_
     store = WeightStore(tmp_path)
     engine = FakeEngine(says(renderer, "abcd"))
     engine.hold(after=2)
-    async with serving(engine, directory=directory, limits=Limits(attempts=2)) as policy:
+    async with serving(engine, directory=directory, pause_mode="abort", limits=Limits(attempts=2)) as policy:
         session = open_session(policy)
         call = asyncio.ensure_future(session.chat([USER]))
         for version in (2, 3, 4):
             await engine.until(lambda: engine.running == 1)
-            await policy.update_weights(store.new(version), version, mode="abort")
+            await policy.update_weights(store.new(version), version)
         await engine.release()
         assert (await call).message["content"] == "abcd"
 

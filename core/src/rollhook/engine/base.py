@@ -6,12 +6,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from rollhook.component import BuildContext
 
 if TYPE_CHECKING:
     from rollhook.router import Worker
+
+#: what a pause does to requests under way: they end, queue again to be computed anew, or freeze as they are
+PauseMode = Literal["abort", "retract", "in_place"]
 
 
 @dataclass(frozen=True)
@@ -28,11 +31,15 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """Tokens in. `rid` is unique per try, so that an abort finds it."""
+    """Tokens in. `rid` is unique per try, so that an abort finds it.
+
+    The prefix cache is shared only among requests with the same `cache_key`.
+    """
 
     rid: str
     input_ids: Sequence[int]
     sampling: SamplingParams
+    cache_key: str | None = None
 
 
 @dataclass(frozen=True)

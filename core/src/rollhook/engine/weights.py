@@ -7,13 +7,15 @@ import logging
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Protocol
 
 import orjson
 
 from rollhook.durable import cannot_write, fsync_directory, fsync_tree, write_atomic
+from rollhook.engine.base import PauseMode
 from rollhook.errors import EngineError, RunError
 from rollhook.failpoints import fail
 from rollhook.router import Worker
@@ -24,12 +26,16 @@ SCHEMA_VERSION = 1
 MARKER = "COMPLETE.json"
 _NAME = re.compile(r"v(\d{6,})")
 _KEPT = 2
+#: engines that read new weights at once
+_AT_ONCE = 32
+#: tries of a flush that requests in the queue forbid, before they are aborted
+_RETRACTED_FLUSH_TRIES = 3
 
 
 class WeightControl(Protocol):
     """What an update asks of the engine client."""
 
-    async def pause(self, worker: Worker, mode: str = ...) -> None:
+    async def pause(self, worker: Worker, mode: PauseMode = ...) -> None:
         """Stop generating."""
 
     async def continue_(self, worker: Worker) -> None:
@@ -40,6 +46,12 @@ class WeightControl(Protocol):
 
     async def weight_version(self, worker: Worker) -> int | None:
         """Return the version in service."""
+
+    async def flush(self, worker: Worker, tries: int = ...) -> None:
+        """Drop the prefix cache."""
+
+    async def abort(self, worker: Worker, rid: str | None = None) -> None:
+        """End one request, or all."""
 
 
 class WeightStore:
@@ -126,21 +138,54 @@ class WeightStore:
         return [(int(match[1]), path) for match, path in found if match and path.is_dir()]
 
 
-async def update_workers(
-    client: WeightControl, workers: Sequence[Worker], path: Path, version: int, mode: str = "in_place"
-) -> dict[Worker, str]:
-    """Bring every engine to a version: pause, update, verify the version, continue.
+def cache_key(version: int, mode: PauseMode) -> str | None:
+    """Return the name of the prefix cache of new requests: by weight version where no update flushes it."""
+    return f"weight-version:{version}" if mode == "in_place" else None
 
-    Engines are updated at once, each base URL once however many ranks it has. An engine that fails in
-    any step is told to continue all the same. Returns the workers of the engines that failed, with the
-    reason; the caller takes them out of the routing.
+
+@asynccontextmanager
+async def paused(client: WeightControl, engine: Worker, mode: PauseMode = "in_place") -> AsyncIterator[None]:
+    """Pause an engine while the block runs; it is told to continue whatever happens, cancellation included.
+
+    Raises EngineError when it cannot be paused, or told to continue after a block that ended well.
+    """
+    try:
+        await client.pause(engine, mode)
+        yield
+    except BaseException:
+        try:
+            await _to_the_end(client.continue_(engine))
+        except EngineError as error:
+            log.error("engine %s may be paused still: %s", engine.url, error)
+        raise
+    await _to_the_end(client.continue_(engine))
+
+
+async def update_workers(
+    client: WeightControl,
+    workers: Sequence[Worker],
+    path: Path,
+    version: int,
+    mode: PauseMode = "in_place",
+    *,
+    at_once: int = _AT_ONCE,
+) -> dict[Worker, str]:
+    """Bring every engine to a version: pause, flush unless `in_place`, update, verify the version, continue.
+
+    Engines are updated side by side, `at_once` of them, each base URL once however many ranks it has. An
+    engine that fails in any step is told to continue all the same. Returns the workers of the engines that
+    failed, with the reason; the caller takes them out of the routing.
     """
     engines: dict[str, list[Worker]] = defaultdict(list)
     for worker in workers:
         engines[worker.url].append(worker)
-    reasons = await asyncio.gather(
-        *(_update_engine(client, Worker(url), path, version, mode) for url in engines)
-    )
+    slots = asyncio.Semaphore(at_once)
+
+    async def update(url: str) -> str:
+        async with slots:
+            return await _update_engine(client, Worker(url), path, version, mode)
+
+    reasons = await asyncio.gather(*map(update, engines))
     failed = {}
     for (url, ranks), reason in zip(engines.items(), reasons, strict=True):
         if reason:
@@ -149,20 +194,46 @@ async def update_workers(
     return failed
 
 
-async def _update_engine(client: WeightControl, engine: Worker, path: Path, version: int, mode: str) -> str:
+async def _update_engine(
+    client: WeightControl, engine: Worker, path: Path, version: int, mode: PauseMode
+) -> str:
     """Return why the update failed, or an empty string."""
-    reason = ""
     try:
-        await client.pause(engine, mode)
-        await client.update_weights_from_disk(engine, path, version)
-        served = await client.weight_version(engine)
-        if served != version:
-            reason = f"it serves version {served} after the update"
+        before = await client.weight_version(engine)
+        if before is not None and before > version:
+            return f"it serves version {before}, which {version} does not follow"
+        async with paused(client, engine, mode):
+            if mode != "in_place":
+                await _drop_cache(client, engine, mode)
+            await client.update_weights_from_disk(engine, path, version)
+            served = await client.weight_version(engine)
     except EngineError as error:
-        reason = str(error)
-    finally:
-        try:
-            await client.continue_(engine)
-        except EngineError as error:
-            reason = reason or str(error)
-    return reason
+        return str(error)
+    return "" if served == version else f"it serves version {served} after the update"
+
+
+async def _drop_cache(client: WeightControl, engine: Worker, mode: PauseMode) -> None:
+    """Flush a paused engine's cache.
+
+    Some releases of SGLang (0.5.10 to 0.5.20) refuse as long as requests wait, as retracted ones do until the
+    pause ends. They are aborted then, and asked anew by whoever sent them.
+    """
+    if mode != "retract":
+        await client.flush(engine)
+        return
+    try:
+        await client.flush(engine, _RETRACTED_FLUSH_TRIES)
+    except EngineError as error:
+        log.info("engine %s: its retracted requests are aborted, for %s", engine.url, error)
+        await client.abort(engine)
+        await client.flush(engine)
+
+
+async def _to_the_end(work: Coroutine[object, object, None]) -> None:
+    """Await something that a cancellation of the caller does not cut short."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        raise

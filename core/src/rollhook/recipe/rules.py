@@ -122,6 +122,7 @@ def no_effect(c: Composition) -> Iterator[Problem]:
     if c.trains and not c.trains_on_episodes:
         keys = ["group_size", "batch_groups", "submission", "refill_limit", "drop_zero_variance"]
         keys += ["draw", "draw_floor", "permute_rewards", "max_staleness", "buffer_groups"]
+        keys += ["pause_mode"]
         keys = [f"rollout.{key}" for key in keys] + ["outcomes"]
         if r.evaluation.every:
             keys += ["evaluation.every"]

@@ -113,6 +113,13 @@ class Rollout(_Section):
             ge=0, description="weight versions that a trained token may lag; 0: no episode runs in training"
         ),
     ] = 0
+    pause_mode: Annotated[
+        Literal["in_place", "retract", "abort"],
+        Field(
+            description="what a weight update does to replies under way: in_place: they freeze and go on, on "
+            "the cache of the old weights; retract: they are computed anew; abort: they are asked anew"
+        ),
+    ] = "in_place"
     buffer_groups: Annotated[
         PositiveInt | None,
         Field(description="groups are started only while fewer finished ones wait; default: no such limit"),

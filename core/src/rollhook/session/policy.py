@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
 
-from rollhook.engine.base import Generation, GenerationRequest, SamplingParams
-from rollhook.engine.weights import update_workers
+from rollhook.engine.base import Generation, GenerationRequest, PauseMode, SamplingParams
+from rollhook.engine.weights import cache_key, update_workers
 from rollhook.errors import BudgetExceeded, EngineError
 from rollhook.router import RouteRequest, Worker
 from rollhook.routing import Chain
@@ -39,6 +39,7 @@ class PolicyClient:
         client: Generator,
         *,
         context_length: int,
+        pause_mode: PauseMode = "in_place",
         seed: int = 0,
         limits: Limits | None = None,
         now: Callable[[], float] = time.monotonic,
@@ -49,6 +50,7 @@ class PolicyClient:
         self.context_length = context_length
         self.sessions: dict[str, Session] = {}
         self._client = client
+        self._pause_mode = pause_mode
         self._limits = limits or Limits()
         self._now = now
         self._gate = Gate(now)
@@ -85,11 +87,16 @@ class PolicyClient:
         self._next_version = None
         self._gate.resume()
 
-    async def update_weights(self, path: Path, version: int, mode: str = "in_place") -> dict[Worker, str]:
-        """Bring all engines to a version while requests wait; return the workers that failed, and why."""
+    async def update_weights(self, path: Path, version: int) -> dict[Worker, str]:
+        """Bring all engines to a version while requests wait; return the workers that failed, and why.
+
+        Raises EngineError for a version that does not follow the current one.
+        """
+        if version <= self.version:
+            raise EngineError(f"weight version {version} does not follow {self.version}, which is served")
         self.pause(version)
         try:
-            failed = await update_workers(self._client, self.table.workers, path, version, mode)
+            failed = await update_workers(self._client, self.table.workers, path, version, self._pause_mode)
             self.set_version(version, failed)
         finally:
             self.resume()
@@ -149,7 +156,12 @@ class PolicyClient:
             entry = await self.fleet.worker(route, failed, faults)
             before = entry.version
             asked, paused, pauses = self._now(), self._gate.seconds(), self._gate.pauses
-            request = GenerationRequest(f"{route.request.session_id}-{uuid4().hex[:12]}", ids, sampling)
+            request = GenerationRequest(
+                f"{route.request.session_id}-{uuid4().hex[:12]}",
+                ids,
+                sampling,
+                cache_key(before, self._pause_mode),
+            )
             entry.tokens_in_flight += (tokens := len(ids) + sampling.max_new_tokens)
             try:
                 generation = await self._ask(entry, request, clock)
