@@ -86,6 +86,7 @@ class RolloutWorker:
             chain,
             client,
             context_length=self._context_length,
+            pause_mode=recipe.rollout.pause_mode,
             seed=derive(recipe.seed, "policy"),
             revive=revive,
         )
