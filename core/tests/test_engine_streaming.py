@@ -1,4 +1,4 @@
-"""Streams of `/generate`: however the server cuts them, the ids and log-probabilities are those of one answer."""
+"""Streams of `/generate`: however the server cuts them, they are one answer."""
 
 import asyncio
 
@@ -7,9 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollhook.engine.base import GenerationRequest, SamplingParams
+from rollhook.engine.client import EngineClient
 from rollhook.engine.generation import parse_generation
 from rollhook.engine.streaming import CutStreamError, read_events, read_generation
 from rollhook.errors import EngineError
+from rollhook.testing.fake_engine import FakeEngine, scripted
 
 
 async def pieces(raw, size):
@@ -142,3 +145,79 @@ def test_versions_come_per_token_or_as_spans(spans, versions):
 def test_versions_that_do_not_cover_the_tokens_break_the_protocol(spans):
     with pytest.raises((ValueError, KeyError)):
         parse_generation(chunk(ROWS, 3, {"type": "stop"}, weight_versions=spans))
+
+
+# -- over HTTP
+
+REQUEST = GenerationRequest("r", [1, 2, 3], SamplingParams(max_new_tokens=4, stop_token_ids=(9,)))
+
+
+@pytest.fixture
+async def client():
+    client = EngineClient(generate_timeout=5, control_timeout=5)
+    yield client
+    await client.aclose()
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+async def test_ids_come_one_by_one_and_the_generation_is_the_same(client, incremental):
+    async with FakeEngine(scripted([5, 6, 9, 8])) as engine:
+        engine.incremental = incremental
+        whole = await client.generate(engine.worker, REQUEST)
+        pieces = []
+        streamed = await client.generate(engine.worker, REQUEST, lambda ids: pieces.append(list(ids)))
+    assert [body["stream"] for body in engine.requests] == [False, True]
+    assert pieces == [[5], [6], [9]]
+    assert streamed == whole
+
+
+async def test_the_first_ids_come_before_the_last_are_generated(client):
+    async with FakeEngine(scripted([5, 6, 9])) as engine:
+        engine.hold(after=2)
+        came = asyncio.Event()
+        pieces = []
+
+        def sink(ids):
+            pieces.extend(ids)
+            if len(pieces) == 2:
+                came.set()
+
+        call = asyncio.ensure_future(client.generate(engine.worker, REQUEST, sink))
+        await came.wait()
+        assert engine.running == 1
+        await engine.release()
+        assert (await call).token_ids == [5, 6, 9]
+
+
+@pytest.mark.parametrize("after", [1, 2])
+async def test_a_dropped_connection_gives_what_came_before(client, after):
+    async with FakeEngine(scripted([5, 6, 9])) as engine:
+        engine.cut(after)
+        with pytest.raises(CutStreamError) as caught:
+            await client.generate(engine.worker, REQUEST, lambda ids: None)
+    assert caught.value.partial.token_ids == [5, 6][:after]
+    assert caught.value.partial.versions == [1, 1][:after]
+
+
+async def test_a_connection_dropped_before_the_first_token_is_an_ordinary_failure(client):
+    async with FakeEngine(scripted([5, 6, 9])) as engine:
+        engine.cut(0)
+        with pytest.raises(EngineError) as caught:
+            await client.generate(engine.worker, REQUEST, lambda ids: None)
+    assert caught.value.kind == "retryable"
+    assert not isinstance(caught.value, CutStreamError)
+
+
+async def test_a_server_that_cannot_stream_answers_at_once(client):
+    async with FakeEngine(scripted([5, 6, 9])) as engine:
+        engine.fail("/generate", 200, body=chunk([[-0.5, 9]], 1, {"type": "stop"}))
+        pieces = []
+        await client.generate(engine.worker, REQUEST, lambda ids: pieces.append(list(ids)))
+    assert pieces == [[9]]
+
+
+async def test_a_stream_outside_the_protocol_is_an_engine_error(client):
+    async with FakeEngine(scripted([5, 6, 9])) as engine:
+        engine.mangle = lambda answer: {"meta_info": {"completion_tokens": 7}}
+        with pytest.raises(EngineError, match="outside the protocol"):
+            await client.generate(engine.worker, REQUEST, lambda ids: None)

@@ -14,7 +14,6 @@ from rollhook.router import RouterPolicy
 from rollhook.session import (
     Limits,
     Renderer,
-    RenderError,
     SessionClosedError,
     SessionError,
     SessionExistsError,
@@ -179,15 +178,29 @@ async def test_concurrent_calls_share_the_limit_of_turns(directory, renderer):
 # -- the tree, through chat
 
 
-async def test_a_retry_is_a_sibling_and_both_train(directory, renderer):
-    engine = FakeEngine(says(renderer, "a", "b", "c"))
+async def test_a_retry_takes_the_place_of_the_reply_before_it(directory, renderer):
+    engine = FakeEngine(says(renderer, "a", "b", "cc"))
     async with serving(engine, directory=directory) as policy:
         session = open_session(policy)
         first = await session.chat([USER])
         await session.chat([USER, first.message, NEXT])
         await session.chat([USER, first.message, NEXT])
-        leaves = session.leaves()
-    assert [leaf.mask.sum() for leaf in leaves] == [4, 2]
+        (leaf,) = session.leaves()
+    assert leaf.messages[-1]["content"] == "cc"
+    assert leaf.mask.sum() == 2 + 3
+
+
+async def test_a_retry_that_fails_keeps_the_reply_before_it(directory, renderer):
+    engine = FakeEngine(says(renderer, "a", "b"))
+    async with serving(engine, directory=directory, limits=Limits(attempts=1)) as policy:
+        session = open_session(policy)
+        first = await session.chat([USER])
+        await session.chat([USER, first.message, NEXT])
+        engine.fail("/generate")
+        with pytest.raises(EngineError):
+            await session.chat([USER, first.message, NEXT])
+        (leaf,) = session.leaves()
+    assert leaf.messages[-1]["content"] == "b"
 
 
 async def test_concurrent_calls_on_one_prefix_become_siblings(directory, renderer):
@@ -240,11 +253,11 @@ async def test_a_request_that_makes_no_sense_is_refused_in_words(directory, mess
             await open_session(policy).chat(messages)
 
 
-async def test_what_the_template_refuses_commits_nothing(directory):
+async def test_what_is_no_text_commits_nothing(directory):
     engine = FakeEngine()
     async with serving(engine, directory=directory) as policy:
         session = open_session(policy)
-        with pytest.raises(RenderError):
+        with pytest.raises(SessionError, match="must be JSON"):
             await session.chat([{"role": "user", "content": "\ud800"}])
         assert session.turns_left == 20
         assert not engine.requests
@@ -666,11 +679,16 @@ def test_a_later_prompt_starts_with_the_ids_before_it_and_masks_count_what_was_g
                 snapshots.append(engine.requests[-1]["input_ids"] + script[len(snapshots)])
                 if not retry:
                     history = [*history, reply.message, {"role": "user", "content": answer}]
-            generated = sum(map(len, script))
             leaves = session.leaves()
-            assert (
-                sum(int(leaf.mask.sum()) for leaf in leaves) == generated == session.stats.completion_tokens
-            )
+            retried = [turn[3] for turn in turns]
+            replaced = [
+                retry and number + 1 < len(turns) and not all(retried[:number])
+                for number, retry in enumerate(retried)
+            ]
+            kept = sum(len(ids) for ids, gone in zip(script, replaced, strict=True) if not gone)
+            assert sum(int(leaf.mask.sum()) for leaf in leaves) == kept
+            assert session.stats.completion_tokens == sum(map(len, script))
+            snapshots = [ids for ids, gone in zip(snapshots, replaced, strict=True) if not gone]
             whole = [leaf.token_ids.tolist() for leaf in leaves]
             for ids in snapshots:
                 assert any(leaf[: len(ids)] == ids for leaf in whole)

@@ -3,38 +3,41 @@
 from array import array
 
 import numpy as np
+import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollhook.engine.base import Generation
-from rollhook.session.session import version_spans
 from rollhook.session.tree import Node, Tree, message_key
+from rollhook.session.turn import version_spans
 
 A, B, C = ({"role": "user", "content": text} for text in "abc")
 X, Y = ({"role": "assistant", "content": text} for text in "xy")
 
 
-def grow(tree, parent, *messages, tokens=2, finish="stop", tools=""):
-    """Commit a turn whose last message is the reply."""
+def grow(tree, parent, *messages, tokens=2, finish="stop", tools="", asked=None):
+    """Commit a turn whose last message is the reply, asked for just before unless said otherwise."""
     node = Node(
         parent=parent,
-        messages=messages,
+        text=orjson.dumps(messages),
         keys=tuple(map(message_key, messages)),
+        bare=message_key(messages[-1], bare=True),
         prompt=array("i", [tree.count] * len(messages)),
         completion=array("i", range(100 + tree.count, 100 + tree.count + tokens)),
         logprobs=array("f", [-0.5] * tokens),
         spans=((0, tokens, 1, 1),) if tokens else (),
         finish_reason=finish,
-        seq=tree.count,
+        seq=tree.count + 1,
+        asked=tree.count if asked is None else asked,
         tools=tools,
     )
     tree.commit(node)
     return node
 
 
-def found(tree, *messages, tools=""):
-    return tree.attach([message_key(m) for m in messages], tools)
+def found(tree, *messages, tools="", thin=False):
+    return tree.attach([message_key(m) for m in messages], tools, thin=thin)
 
 
 def test_a_request_attaches_to_the_deepest_turn_that_it_extends():

@@ -30,7 +30,7 @@ class Reply:
     """One generated turn: the parsed message and how generation ended (`stop`, `length`, `tool_calls`).
 
     After `length` the turn cannot be extended. `tokens_left` is what the session may still hold,
-    prompt and reply together.
+    prompt and reply together. Of the prompt's tokens the engine had `cached_tokens` in its prefix cache.
     """
 
     message: Message
@@ -38,6 +38,7 @@ class Reply:
     prompt_tokens: int
     completion_tokens: int
     tokens_left: int
+    cached_tokens: int = 0
 
 
 class ChatSession(Protocol):

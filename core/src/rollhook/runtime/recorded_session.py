@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Literal
 import orjson
 
 from rollhook.agent import Reply
+from rollhook.engine.base import SamplingParams
 from rollhook.errors import AgentError, BudgetExceeded
 from rollhook.messages import Message, ToolSchema
-from rollhook.session.common import SessionStats
+from rollhook.session.common import DeltaSink, SessionStats
 
 if TYPE_CHECKING:
-    from rollhook.engine import SamplingParams
     from rollhook.records import EpisodeRecord
     from rollhook.session.tree import Leaf
     from rollhook.session.turn import Clock
@@ -38,6 +38,7 @@ class RecordedSession:
         self.versions: tuple[int, int] | None = None
         self.waits_for = ""
         self.stats = SessionStats()
+        self.sampling = SamplingParams()
         self.observed: Observed = "same"
         self.tokens_left = max_seq_len
         self._record = record
@@ -62,6 +63,7 @@ class RecordedSession:
         *,
         tools: Sequence[ToolSchema] | None = None,
         max_tokens: int | None = None,
+        on_delta: DeltaSink | None = None,
     ) -> Reply:
         """Return the recorded reply to these messages, a phase's whole conversation so far.
 

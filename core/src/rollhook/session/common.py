@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, ClassVar
@@ -11,6 +11,10 @@ from typing import Any, ClassVar
 from rollhook.agent import Reply
 from rollhook.errors import AgentError, Kind
 from rollhook.messages import Message
+from rollhook.reply.parser import Delta
+
+#: is given what a reply's text grows by
+DeltaSink = Callable[[Delta], None]
 
 _ROLES = frozenset({"system", "user", "assistant", "tool"})
 
@@ -44,12 +48,14 @@ class TurnConflictError(SessionError):
 class SessionStats:
     """Counts of committed turns, and where seconds went, failed tries included in the waiting.
 
-    `estimated`: tokens were not counted by anybody.
+    `prompt_tokens` counts what was appended, each token once; `input_tokens` all that the engine was given,
+    of which it had `cached_tokens`. `estimated`: tokens were not counted by anybody.
     """
 
     turns: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    input_tokens: int = 0
     cached_tokens: int = 0
     token_seconds: float = 0.0
     engine_seconds: float = 0.0

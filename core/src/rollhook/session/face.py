@@ -8,7 +8,7 @@ from typing import Protocol
 from rollhook.agent import Reply
 from rollhook.engine.base import SamplingParams
 from rollhook.messages import Message, ToolSchema
-from rollhook.session.common import SessionStats
+from rollhook.session.common import DeltaSink, SessionStats
 from rollhook.session.tree import Leaf
 from rollhook.session.turn import Clock
 
@@ -17,6 +17,7 @@ class PolicySession(Protocol):
     """One conversation with the policy; `Session` and `MessageSession` are such."""
 
     stats: SessionStats
+    sampling: SamplingParams
 
     @property
     def id(self) -> str:
@@ -44,8 +45,9 @@ class PolicySession(Protocol):
         *,
         tools: Sequence[ToolSchema] | None = None,
         max_tokens: int | None = None,
+        on_delta: DeltaSink | None = None,
     ) -> Reply:
-        """Generate one turn after `messages`."""
+        """Generate one turn after `messages`; `on_delta` gets its text as it comes."""
 
     def leaves(self) -> list[Leaf]:
         """Return what may train."""

@@ -12,8 +12,10 @@ from rollhook.agent import Reply
 from rollhook.engine.base import SamplingParams
 from rollhook.engine.messages import ContextFullError, MessageRequest, Usage
 from rollhook.messages import Message, ToolSchema
+from rollhook.reply.parser import Delta
 from rollhook.session.common import (
     Calls,
+    DeltaSink,
     SessionStats,
     TurnConflictError,
     check_appended,
@@ -70,7 +72,7 @@ class MessageSession:
         #: the agent's clock; None charges nobody
         self.clock = clock
         self._policy = policy
-        self._sampling = sampling
+        self.sampling = sampling
         self._seed = seed
         self._calls = Calls(session_id)
         self._started = 0
@@ -107,12 +109,14 @@ class MessageSession:
         *,
         tools: Sequence[ToolSchema] | None = None,
         max_tokens: int | None = None,
+        on_delta: DeltaSink | None = None,
     ) -> Reply:
         """Generate one turn after `messages`, the whole conversation so far.
 
-        As of `rollhook.session.Session.chat`, with one difference: the tokens of what was appended are not
-        known before the endpoint has counted them. The reply is asked to be so short that an estimate fits,
-        and a conversation that has outgrown the session or the model's context ends in an empty `length`.
+        As of `rollhook.session.Session.chat`, with two differences: `on_delta` gets the text in one piece,
+        and the tokens of what was appended are not known before the endpoint has counted them. The reply is
+        asked to be so short that an estimate fits, and a conversation that has outgrown the session or the
+        model's context ends in an empty `length`.
         """
         self._calls.check_open()
         keys = tuple(message_key(checked(message)) for message in messages)
@@ -122,7 +126,11 @@ class MessageSession:
             raise TurnConflictError("the turn before was cut for length and cannot be extended")
         if self.turns_left <= 0:
             return nothing(before.tokens, self.max_seq_len)
-        return await self._calls.run(self._turn(before, keys, messages, tools or (), max_tokens))
+        reply = await self._calls.run(self._turn(before, keys, messages, tools or (), max_tokens))
+        delta = Delta(reply.message.get("reasoning_content") or "", reply.message.get("content") or "")
+        if on_delta is not None and (delta.reasoning or delta.text):
+            on_delta(delta)
+        return reply
 
     def leaves(self) -> list[Leaf]:
         """Return nothing: without tokens nothing can train."""
@@ -157,7 +165,7 @@ class MessageSession:
             return nothing(before.tokens, self.max_seq_len)
         added = estimate(messages[len(before.keys) :]) + (0 if before.keys else estimate(tools))
         room = min(self.reply_tokens, max_tokens or self.reply_tokens, max(1, left - added))
-        request = MessageRequest(messages, tools, replace(self._sampling, max_new_tokens=room, seed=seed))
+        request = MessageRequest(messages, tools, replace(self.sampling, max_new_tokens=room, seed=seed))
         try:
             answer = await self._policy.complete(request, self.clock)
         except ContextFullError:
@@ -182,6 +190,7 @@ class MessageSession:
             prompt_tokens=usage.prompt,
             completion_tokens=usage.completion,
             tokens_left=max(0, self.max_seq_len - turn.tokens),
+            cached_tokens=usage.cached,
         )
 
     def _count(self, before: _Turn, usage: Usage, answer: Answer) -> None:
@@ -189,6 +198,7 @@ class MessageSession:
         stats.turns += 1
         stats.prompt_tokens += max(0, usage.prompt - before.tokens)
         stats.completion_tokens += usage.completion
+        stats.input_tokens += usage.prompt
         stats.cached_tokens += usage.cached
         stats.token_seconds += answer.token_seconds
         stats.engine_seconds += answer.token_seconds

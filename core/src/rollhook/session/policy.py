@@ -8,9 +8,11 @@ import time
 from collections.abc import Awaitable, Callable, Container, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 from uuid import uuid4
 
 from rollhook.engine.base import Generation, GenerationRequest, PauseMode, SamplingParams
+from rollhook.engine.streaming import CutStreamError, TokenSink
 from rollhook.engine.weights import cache_key, update_workers
 from rollhook.errors import BudgetExceeded, EngineError
 from rollhook.router import RouteRequest, Worker
@@ -19,7 +21,8 @@ from rollhook.session.common import SessionExistsError
 from rollhook.session.fleet import Fleet, Route
 from rollhook.session.render import Renderer
 from rollhook.session.session import Session
-from rollhook.session.turn import Clock, Generator, Limits, Turn
+from rollhook.session.spill import Spill
+from rollhook.session.turn import Clock, Generator, Limits, Parts, Turn
 from rollhook.session.workers import Entry, Gate, WorkerTable
 
 log = logging.getLogger(__name__)
@@ -48,6 +51,10 @@ class PolicyClient:
     ) -> None:
         self.renderer = renderer
         self.context_length = context_length
+        #: `thin`: a client may send replies back without their reasoning
+        self.matcher: Literal["strict", "thin"] = "strict"
+        #: where the records of long sessions go
+        self.spill = Spill()
         self.sessions: dict[str, Session] = {}
         self._client = client
         self._pause_mode = pause_mode
@@ -138,19 +145,34 @@ class PolicyClient:
         return session
 
     async def generate(
-        self, route: Route, ids: Sequence[int], sampling: SamplingParams, clock: Clock | None
+        self,
+        route: Route,
+        ids: Sequence[int],
+        sampling: SamplingParams,
+        clock: Clock | None,
+        on_tokens: TokenSink | None = None,
     ) -> Turn:
         """Ask the session's worker for one completion, and others when it fails.
 
-        Charges the clock with the token time of the generation that is returned, and raises
-        BudgetExceeded, the request aborted, when the clock runs out before. Raises EngineError when
-        the request is refused, or no worker has answered within the limits.
+        With `on_tokens` the engine streams; what that was given stays true, for the next try goes on from
+        it. Charges the clock with the token time of what is returned, and raises BudgetExceeded, the request
+        aborted, when the clock runs out before. Raises EngineError when the request is refused, or no worker
+        has answered within the limits.
         """
         started = self._now()
         failed: set[Worker] = set()
         error: EngineError | None = None
-        tries = faults = 0
-        while faults < self._limits.attempts:
+        parts = Parts(sampling)
+        streamed = tries = faults = 0
+        engine = 0.0
+
+        def sink(new: Sequence[int]) -> None:
+            nonlocal streamed
+            streamed += len(new)
+            if on_tokens is not None:
+                on_tokens(new)
+
+        while faults < self._limits.attempts and parts.whole() is None:
             tries += 1
             await self._wait_open()
             entry = await self.fleet.worker(route, failed, faults)
@@ -158,38 +180,39 @@ class PolicyClient:
             asked, paused, pauses = self._now(), self._gate.seconds(), self._gate.pauses
             request = GenerationRequest(
                 f"{route.request.session_id}-{uuid4().hex[:12]}",
-                ids,
-                sampling,
+                [*ids, *parts.token_ids] if parts.token_ids else ids,
+                replace(sampling, max_new_tokens=parts.room),
                 cache_key(before, self._pause_mode),
             )
-            entry.tokens_in_flight += (tokens := len(ids) + sampling.max_new_tokens)
-            try:
-                generation = await self._ask(entry, request, clock)
-            except EngineError as failure:
-                if failure.kind == "user":
-                    raise
+            part, failure = await self._try(entry, request, clock, None if on_tokens is None else sink)
+            if failure is not None:
                 error = failure
                 faults += 1
                 failed.add(entry.worker)
-                await self.fleet.failed(entry, failure)
-                continue
-            finally:
-                entry.tokens_in_flight -= tokens
-            entry.failures = 0
-            active = self._now() - asked - (self._gate.seconds() - paused)
-            spent = max(0.0, active - (generation.queue_seconds or 0.0))
-            if generation.finish_reason == "abort":
+                if part is None:
+                    if streamed > len(parts.token_ids):  # their log-probabilities are lost
+                        break
+                    continue
+            assert part is not None
+            engine = self._now() - asked
+            spent = max(0.0, engine - (self._gate.seconds() - paused) - (part.queue_seconds or 0.0))
+            if failure is None and part.finish_reason == "abort":
                 error = EngineError(f"{entry.worker.url} aborted the request", kind="retryable")
                 self._charge_cut(clock, spent)
                 faults += self._gate.pauses == pauses  # a weight update may abort as often as it likes
-                continue
-            if clock is not None:
-                clock.charge("tokens", spent)
-            after = entry.version if self._next_version is None else max(entry.version, self._next_version)
-            engine = self._now() - asked
-            total = self._now() - started
-            return Turn(generation, before, after, spent, engine, max(0.0, total - spent), tries)
-        raise EngineError(f"no answer after {tries} tries: {error}", kind="infrastructure") from error
+            if on_tokens is not None or part.finish_reason != "abort":
+                parts.add(part, before, self._version_after(entry), spent)
+        generation = parts.whole()
+        if generation is None:
+            raise EngineError(f"no answer after {tries} tries: {error}", kind="infrastructure") from error
+        if clock is not None:
+            clock.charge("tokens", parts.seconds)
+        waited = max(0.0, self._now() - started - parts.seconds)
+        return Turn(generation, tuple(parts.spans), parts.seconds, engine, waited, tries)
+
+    def _version_after(self, entry: Entry) -> int:
+        """Return the newest version that a reply of a worker may have been generated with."""
+        return entry.version if self._next_version is None else max(entry.version, self._next_version)
 
     def waits_for(self, route: Route) -> str:
         """Return what a request of a session waits for now, in words."""
@@ -230,13 +253,33 @@ class PolicyClient:
                 f"the weight update did not finish within {self._limits.pause:g} s", kind="infrastructure"
             ) from None
 
-    async def _ask(self, entry: Entry, request: GenerationRequest, clock: Clock | None) -> Generation:
+    async def _try(
+        self, entry: Entry, request: GenerationRequest, clock: Clock | None, on_tokens: TokenSink | None
+    ) -> tuple[Generation | None, EngineError | None]:
+        """Return what one try gave, a part of it where it was cut, and the failure that another may mend."""
+        tokens = len(request.input_ids) + request.sampling.max_new_tokens
+        entry.tokens_in_flight += tokens
+        try:
+            generation = await self._ask(entry, request, clock, on_tokens)
+        except EngineError as failure:
+            if failure.kind == "user":
+                raise
+            await self.fleet.failed(entry, failure)
+            return failure.partial if isinstance(failure, CutStreamError) else None, failure
+        finally:
+            entry.tokens_in_flight -= tokens
+        entry.failures = 0
+        return generation, None
+
+    async def _ask(
+        self, entry: Entry, request: GenerationRequest, clock: Clock | None, on_tokens: TokenSink | None
+    ) -> Generation:
         """Send one request and wait for it as long as the clock allows.
 
         An engine that does not answer the abort either is at fault: EngineError.
         """
         asked = self._now()
-        task = asyncio.ensure_future(self._client.generate(entry.worker, request))
+        task = asyncio.ensure_future(self._client.generate(entry.worker, request, on_tokens))
         try:
             if not await self._within(task, clock, allowance=2 * entry.queue_seconds):
                 await self._abort(entry.worker, request.rid)

@@ -7,16 +7,17 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
 from typing import TYPE_CHECKING
 
 import orjson
 
 from rollhook.agent import Reply
-from rollhook.engine.base import Generation, SamplingParams
+from rollhook.engine.base import SamplingParams
 from rollhook.messages import Message, ToolSchema
 from rollhook.session.common import (
     Calls,
+    DeltaSink,
+    SessionError,
     SessionStats,
     TurnConflictError,
     check_appended,
@@ -25,7 +26,7 @@ from rollhook.session.common import (
     turn_seed,
 )
 from rollhook.session.fleet import Route
-from rollhook.session.tree import Key, Leaf, Node, Span, Tree, message_key
+from rollhook.session.tree import Key, Leaf, Node, Tree, message_key
 
 if TYPE_CHECKING:
     from rollhook.session.policy import PolicyClient
@@ -64,9 +65,9 @@ class Session:
         self.clock = clock
         self._policy = policy
         self._renderer = policy.renderer
-        self._sampling = sampling
+        self.sampling = sampling
         self._seed = seed
-        self._tree = Tree()
+        self._tree = Tree(policy.spill)
         self._calls = Calls(self.id)
         self._versions: tuple[int, int] | None = None
         self._sequence = 0
@@ -108,27 +109,44 @@ class Session:
         *,
         tools: Sequence[ToolSchema] | None = None,
         max_tokens: int | None = None,
+        on_delta: DeltaSink | None = None,
     ) -> Reply:
         """Generate one turn after `messages`, the whole conversation so far.
 
         The budget is enforced before anything is generated: the reply gets what `reply_tokens`,
         `max_tokens`, the session's and the model's length leave, and where nothing is left, or no turn,
         it is an empty `length` without a token. Cancelled, it aborts the request at the engine and
-        commits nothing. Raises SessionError for a request that makes no sense (closed, malformed,
+        commits nothing. `on_delta` gets the reply's text as it is generated, and with it all of its text
+        but for the tool calls. Raises SessionError for a request that makes no sense (closed, malformed,
         extending a length-cut turn, refused by the template), BudgetExceeded when the agent's clock has
         run out, EngineError when the engines give no answer.
         """
         self._calls.check_open()
         keys = [message_key(checked(message)) for message in messages]
-        digest = orjson.dumps(list(tools), option=orjson.OPT_SORT_KEYS).decode() if tools else ""
-        parent = self._tree.attach(keys, digest)
+        parent = self._attach(keys, digest := _json(list(tools)).decode() if tools else "")
         appended = messages if parent is None else messages[parent.message_count :]
         check_appended(appended)
         if parent is not None and parent.finish_reason == "length":
             raise TurnConflictError("the turn before was cut for length and cannot be extended")
         if self.turns_left <= 0:
             return nothing(0 if parent is None else parent.end, self.max_seq_len)
-        return await self._calls.run(self._turn(_Request(parent, appended, keys, tools, digest, max_tokens)))
+        request = _Request(
+            parent, appended, _json(list(appended)), keys, tools, digest, max_tokens, self._sequence
+        )
+        return await self._calls.run(self._turn(request, on_delta))
+
+    def _attach(self, keys: Sequence[Key], tools: str) -> Node | None:
+        """Return the turn that a request goes on from; SessionError where only its reasoning is missing."""
+        thin = self._policy.matcher == "thin"
+        parent = self._tree.attach(keys, tools, thin=thin)
+        if not thin:
+            other = self._tree.attach(keys, tools, thin=True)
+            if other is not None and (parent is None or other.message_count > parent.message_count):
+                raise SessionError(
+                    "an assistant message is a reply of this session without its reasoning_content; send"
+                    " replies back whole, or set gateway.matcher=thin, which takes them without"
+                )
+        return parent
 
     def leaves(self) -> list[Leaf]:
         """Return what may train: one leaf per branch, a completion that branches share only in the first."""
@@ -148,7 +166,7 @@ class Session:
             self._policy.leave(self.route)
             await self._calls.close()
 
-    async def _turn(self, request: _Request) -> Reply:
+    async def _turn(self, request: _Request, on_delta: DeltaSink | None) -> Reply:
         self._started += 1
         seed = turn_seed(self._seed, self._started)
         if self.clock is not None:
@@ -160,10 +178,23 @@ class Session:
         room = min(self.reply_tokens, self.max_seq_len - len(ids), request.max_tokens or self.reply_tokens)
         if room <= 0:
             return nothing(len(ids), self.max_seq_len)
-        sampling = replace(self._sampling, max_new_tokens=room, seed=seed)
-        turn = await self._policy.generate(self.route, ids, sampling, self.clock)
+        sampling = replace(self.sampling, max_new_tokens=room, seed=seed)
+        parser = self._renderer.stream_parser(request.tools)
+
+        def on_tokens(new: Sequence[int]) -> None:
+            delta = parser.feed(new)
+            if on_delta is not None and (delta.reasoning or delta.text):
+                on_delta(delta)
+
+        streamed = None if on_delta is None else on_tokens
+        turn = await self._policy.generate(self.route, ids, sampling, self.clock, streamed)
         self._calls.check_open()
-        return self._commit(request, added, turn, len(ids))
+        if on_delta is None:
+            parser.feed(turn.generation.token_ids)
+        reply = self._commit(request, added, turn, parser.finish(), len(ids))
+        if on_delta is not None and (parser.tail.reasoning or parser.tail.text):
+            on_delta(parser.tail)
+        return reply
 
     async def _increment(self, request: _Request) -> array[int]:
         """Return the ids that this request adds to its parent's."""
@@ -180,32 +211,36 @@ class Session:
         size = sum(len(message.get("content") or "") for message in request.appended)
         return array("i", await asyncio.to_thread(work) if size > _LONG_TEXT else work())
 
-    def _commit(self, request: _Request, added: array[int], turn: Turn, prompt_tokens: int) -> Reply:
+    def _commit(
+        self, request: _Request, added: array[int], turn: Turn, reply: Message, prompt_tokens: int
+    ) -> Reply:
         generation = turn.generation
         self._sequence += 1
-        reply = self._renderer.parse(generation.token_ids, request.tools)
         for number, call in enumerate(reply.get("tool_calls", ())):
             call["id"] = call["id"] or f"c{self._sequence:05d}{number:03d}"  # as long as Mistral wants it
         node = Node(
             parent=request.parent,
-            messages=(*(message.copy() for message in request.appended), reply),
+            text=request.text[:-1] + b"," + _json(reply) + b"]",
             keys=(*request.keys[-len(request.appended) :], message_key(reply)),
+            bare=message_key(reply, bare=True),
             prompt=added,
             completion=array("i", generation.token_ids),
             logprobs=array("f", generation.logprobs),
-            spans=version_spans(generation, turn.version_before, turn.version_after),
+            spans=turn.spans,
             finish_reason=generation.finish_reason,
             seq=self._sequence,
-            tools=request.digest,
+            asked=request.asked,
+            tools=request.tools_text,
         )
         self._tree.commit(node)
         self._count(node, turn)
         return Reply(
-            message=reply.copy(),
+            message=reply,
             finish_reason="tool_calls" if reply.get("tool_calls") else generation.finish_reason,
             prompt_tokens=prompt_tokens,
             completion_tokens=len(node.completion),
             tokens_left=self.max_seq_len - node.end,
+            cached_tokens=generation.cached_tokens,
         )
 
     def _count(self, node: Node, turn: Turn) -> None:
@@ -213,6 +248,7 @@ class Session:
         stats.turns += 1
         stats.prompt_tokens += len(node.prompt)
         stats.completion_tokens += len(node.completion)
+        stats.input_tokens += node.start
         stats.cached_tokens += turn.generation.cached_tokens
         stats.token_seconds += turn.token_seconds
         stats.engine_seconds += turn.engine_seconds
@@ -225,32 +261,20 @@ class Session:
 
 @dataclass(frozen=True)
 class _Request:
-    """One call, attached: what it adds to which turn."""
+    """One call, attached: what it adds to which turn, after `asked` turns were committed."""
 
     parent: Node | None
     appended: Sequence[Message]
+    text: bytes
     keys: Sequence[Key]
     tools: Sequence[ToolSchema] | None
-    digest: str
+    tools_text: str
     max_tokens: int | None
+    asked: int
 
 
-def version_spans(generation: Generation, before: int, after: int) -> tuple[Span, ...]:
-    """Return (start, end, first, last) rows over a completion: exact where reported, else bracketed.
-
-    `before` and `after` are the versions in service when the request went out and when the reply came.
-    A single reported version is the one at the end.
-    """
-    count = len(generation.token_ids)
-    if not count:
-        return ()
-    if generation.versions is None:
-        reported = generation.weight_version
-        last = after if reported is None else reported
-        return ((0, count, min(before, last), max(before, last)),)
-    spans, start = [], 0
-    for version, run in groupby(generation.versions):
-        end = start + len(list(run))
-        spans.append((start, end, version, version))
-        start = end
-    return tuple(spans)
+def _json(data: object) -> bytes:
+    try:
+        return orjson.dumps(data)
+    except TypeError as error:
+        raise SessionError(f"messages and tools must be JSON: {error}") from None

@@ -6,56 +6,79 @@ import json
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
+import orjson
 from numpy.typing import NDArray
 
-from rollhook.messages import Message
+from rollhook.messages import Message, ToolSchema
+from rollhook.session.spill import Spill, Spilled
 
-Key = tuple[Any, ...]
+#: a digest of what makes a message the one that it is
+Key = bytes
 Span = tuple[int, int, int, int]
 
+#: bytes of messages that a session keeps in memory
+TEXT_BYTES = 32 << 10
 
-def message_key(message: Message) -> Key:
-    """Return what makes two messages the same; None, "" and [] are one, a call's index is nothing."""
-    calls = tuple(
-        (call.get("id") or "", (call.get("function") or {}).get("name") or "", _arguments(call))
-        for call in message.get("tool_calls") or ()
-    )
-    return (
+
+def message_key(message: Message, *, bare: bool = False) -> Key:
+    """Return what makes two messages the same, as a digest of 16 bytes.
+
+    None, "" and [] are one, a call's index is nothing, and its arguments are compared as JSON, for a client
+    may parse them and write them anew. `bare` leaves the reasoning out.
+    """
+    reasoning = "" if bare else message.get("reasoning_content")
+    parts = [
         message["role"],
-        message.get("content") or "",
-        message.get("reasoning_content") or "",
-        calls,
-        message.get("tool_call_id") or "",
-        message.get("name") or "",
-    )
+        message.get("content"),
+        reasoning,
+        message.get("tool_call_id"),
+        message.get("name"),
+    ]
+    for call in message.get("tool_calls") or ():
+        function = call.get("function") or {}
+        parts += [call.get("id"), function.get("name"), _arguments(function.get("arguments"))]
+    digest = blake2b(digest_size=16)
+    for part in parts:
+        raw = str(part or "").encode("utf-8", "surrogatepass")
+        digest.update(b"%d:" % len(raw))
+        digest.update(raw)
+    return digest.digest()
 
 
-def _arguments(call: Any) -> str:
-    arguments = (call.get("function") or {}).get("arguments") or ""
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, sort_keys=True)
+def _arguments(given: Any) -> str:
+    try:
+        parsed = json.loads(given) if isinstance(given, str) else given
+    except (ValueError, RecursionError):
+        return str(given)
+    return json.dumps(parsed, sort_keys=True) if parsed else ""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Node:
     """One committed turn: what was appended to its parent, and the reply.
 
     `prompt` are the ids that were appended (never trained), `completion` the ids as the engine emitted
     them, with one log-probability each; `spans` are (start, end, version_first, version_last) relative
-    to the completion's start. `keys` covers the appended messages and the reply.
+    to the completion's start. `keys` covers the appended messages and the reply, `bare` is the reply's key
+    without its reasoning; `text` holds these messages as JSON. `seq` counts commits; the request came
+    when `asked` turns were committed.
     """
 
     parent: Node | None
-    messages: tuple[Message, ...]
+    text: bytes | Spilled
     keys: tuple[Key, ...]
+    bare: Key
     prompt: array[int]
     completion: array[int]
     logprobs: array[float]
     spans: tuple[Span, ...]
     finish_reason: str
     seq: int
+    asked: int
     tools: str = ""
     children: list[Node] = field(default_factory=list, repr=False)
     message_count: int = field(init=False)
@@ -64,9 +87,17 @@ class Node:
 
     def __post_init__(self) -> None:
         before, count = (0, 0) if self.parent is None else (self.parent.end, self.parent.message_count)
-        self.message_count = count + len(self.messages)
+        self.message_count = count + len(self.keys)
         self.start = before + len(self.prompt)
         self.end = self.start + len(self.completion)
+
+    @property
+    def messages(self) -> list[Message]:
+        """The appended messages and the reply; OSError when they were spilled and the disk fails."""
+        messages: list[Message] = orjson.loads(
+            self.text.read() if isinstance(self.text, Spilled) else self.text
+        )
+        return messages
 
     def path(self) -> list[Node]:
         """Return the nodes from the root to this one."""
@@ -93,7 +124,8 @@ class Leaf:
     """One path through the tree as it is trained on (see `rollhook.records.Sample`).
 
     `token_ids` int32[T]; `mask` uint8[T], 1 on generated tokens that train here; `logprobs` float32[T], 0
-    where mask is 0; `spans` int32[S, 4] over the masked-in tokens; `messages` the whole conversation.
+    where mask is 0; `spans` int32[S, 4] over the masked-in tokens; `messages` the whole conversation, `reply`
+    the place in `token_ids` where its last message begins.
     """
 
     token_ids: NDArray[np.int32]
@@ -102,41 +134,68 @@ class Leaf:
     spans: NDArray[np.int32]
     messages: tuple[Message, ...] = ()
     finish_reason: str = ""
+    tools: tuple[ToolSchema, ...] = ()
+    reply: int = 0
 
 
 class Tree:
-    """The turns of one session; nothing is ever removed from it."""
+    """The turns of one session; nothing is ever removed from it.
 
-    def __init__(self) -> None:
+    Of their messages it keeps about `text_bytes` in memory; beyond that they are spilled.
+    """
+
+    def __init__(self, spill: Spill | None = None, text_bytes: int = TEXT_BYTES) -> None:
         self.roots: list[Node] = []
         self.last: Node | None = None
         self.count = 0
+        self._spill = spill
+        self._text_bytes = text_bytes
+        self._in_memory: list[Node] = []
+        self._size = 0
 
-    def attach(self, keys: Sequence[Key], tools: str = "") -> Node | None:
+    def attach(self, keys: Sequence[Key], tools: str = "", *, thin: bool = False) -> Node | None:
         """Return the deepest node whose whole path is a prefix of `keys`; None: a new root.
 
         Of equals it is the latest. A path with other tools than the request's is another conversation.
+        With `thin` a reply may come back without its reasoning; one that matches as it is comes first.
         """
-        best: tuple[int, int, Node] | None = None
-        open_nodes = [(node, 0) for node in self.roots if node.tools == tools]
+        best: tuple[int, bool, int, Node] | None = None
+        open_nodes = [(node, 0, True) for node in self.roots if node.tools == tools]
         while open_nodes:
-            node, offset = open_nodes.pop()
+            node, offset, whole = open_nodes.pop()
             end = offset + len(node.keys)
-            if end > len(keys) or tuple(keys[offset:end]) != node.keys:
+            if end > len(keys) or tuple(keys[offset : end - 1]) != node.keys[:-1]:
                 continue
-            if best is None or (end, node.seq) > best[:2]:
-                best = (end, node.seq, node)
-            open_nodes += [(child, end) for child in node.children]
-        return None if best is None else best[2]
+            if keys[end - 1] != node.keys[-1]:
+                if not thin or keys[end - 1] != node.bare:
+                    continue
+                whole = False
+            if best is None or (end, whole, node.seq) > best[:3]:
+                best = (end, whole, node.seq, node)
+            open_nodes += [(child, end, whole) for child in node.children]
+        return None if best is None else best[3]
 
     def commit(self, node: Node) -> None:
         """Add a finished turn under its parent."""
         (self.roots if node.parent is None else node.parent.children).append(node)
         self.last = node
         self.count += 1
+        self._in_memory.append(node)
+        self._size += len(node.text) if isinstance(node.text, bytes) else 0
+        if self._spill is not None and self._size > self._text_bytes:
+            self._spill_to(self._spill)
+
+    def _spill_to(self, spill: Spill) -> None:
+        for node in self._in_memory:
+            if isinstance(node.text, bytes):
+                node.text = spill.write(node.text) or node.text
+        self._in_memory, self._size = [], 0
 
     def leaves(self) -> list[Leaf]:
-        """Return one leaf per path, earliest first; a completion that they share trains in the first only."""
+        """Return one leaf per path, earliest first; a completion that they share trains in the first only.
+
+        A reply that was not gone on from, and whose request was made again after it, is left out.
+        """
         ends = sorted(self._ends(), key=lambda node: node.seq)
         trained: set[Node] = set()
         return [_leaf(node, trained) for node in ends]
@@ -146,9 +205,21 @@ class Tree:
         while stack:
             node = stack.pop()
             stack += node.children
-            if not node.children:
+            if not node.children and not _replaced(node):
                 ends.append(node)
         return ends
+
+
+def _replaced(node: Node) -> bool:
+    """Whether a leaf's request was made again under the same parent once the leaf was there.
+
+    Calls that overlap are parallel samples, and at a root the same request may be a sub-agent's.
+    """
+    return node.parent is not None and any(
+        other.asked >= node.seq and other.keys[:-1] == node.keys[:-1] and other.tools == node.tools
+        for other in node.parent.children
+        if other is not node
+    )
 
 
 def _leaf(end: Node, trained: set[Node]) -> Leaf:
@@ -170,4 +241,6 @@ def _leaf(end: Node, trained: set[Node]) -> Leaf:
         spans=np.array(spans, np.int32).reshape(-1, 4),
         messages=tuple(message for node in path for message in node.messages),
         finish_reason=end.finish_reason,
+        tools=tuple(orjson.loads(end.tools)) if end.tools else (),
+        reply=end.start,
     )
