@@ -574,24 +574,8 @@ async def test_a_worker_that_comes_back_with_old_weights_stays_out(directory, re
         assert not policy.table.offered()
         engine.version = 2
         await policy.check_health()
+        await policy.check_health()
         assert policy.table.offered()
-
-
-async def test_an_ill_worker_is_asked_for_its_health_now_and_then(directory, renderer):
-    now = [0.0]
-    engines = [FakeEngine(says(renderer, "x")), FakeEngine(says(renderer, "x"))]
-    async with serving(*engines, directory=directory, now=lambda: now[0], limits=FAST) as policy:
-        session = open_session(policy)
-        ill = next(engine for engine in engines if engine.worker == session.route.worker)
-        ill.fail("/generate")
-        ill.healthy = False
-        reply = await session.chat([USER])
-        ill.healthy = True
-        assert len(policy.table.offered()) == 1
-        now[0] += 31
-        await session.chat([USER, reply.message, NEXT])
-        await policy.close()
-        assert len(policy.table.offered()) == 2
 
 
 async def test_weight_updates_may_abort_a_request_more_often_than_an_engine_may_fail(

@@ -38,9 +38,13 @@ class PluginError(UsageError):
 
 
 class EngineError(RollhookError):
-    """An inference engine did not do what was asked."""
+    """An inference engine did not do what was asked; `status` is that of its HTTP answer, if it gave one."""
 
     boundary = "engine"
+
+    def __init__(self, message: str, *, kind: Kind | None = None, status: int | None = None) -> None:
+        super().__init__(message, kind=kind)
+        self.status = status
 
 
 class SandboxError(RollhookError):

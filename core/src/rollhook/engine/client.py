@@ -268,7 +268,9 @@ class EngineClient:
                 if response.status >= 300:
                     status, raw = response.status, await response.read()
                     kind = AbsentError if status == 404 else EngineError
-                    raise kind(f"{url}{path} answered {status}: {_reason(raw)}", kind=_kind(status))
+                    raise kind(
+                        f"{url}{path} answered {status}: {_reason(raw)}", kind=_kind(status), status=status
+                    )
                 yield response
         except TimeoutError as error:
             raise EngineError(f"{url}{path} did not answer within {limit:g} s", kind="retryable") from error

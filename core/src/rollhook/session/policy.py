@@ -103,6 +103,8 @@ class PolicyClient:
             raise EngineError(f"weight version {version} does not follow {self.version}, which is served")
         self.pause(version)
         try:
+            if self._limits.drain:
+                await self.fleet.idle(self._limits.drain)
             failed = await update_workers(self._client, self.table.workers, path, version, self._pause_mode)
             self.set_version(version, failed)
         finally:
@@ -175,7 +177,7 @@ class PolicyClient:
         while faults < self._limits.attempts and parts.whole() is None:
             tries += 1
             await self._wait_open()
-            entry = await self.fleet.worker(route, failed, faults)
+            entry = await self.fleet.worker(route, failed, faults, ids)
             before = entry.version
             asked, paused, pauses = self._now(), self._gate.seconds(), self._gate.pauses
             request = GenerationRequest(
@@ -258,17 +260,16 @@ class PolicyClient:
     ) -> tuple[Generation | None, EngineError | None]:
         """Return what one try gave, a part of it where it was cut, and the failure that another may mend."""
         tokens = len(request.input_ids) + request.sampling.max_new_tokens
-        entry.tokens_in_flight += tokens
         try:
-            generation = await self._ask(entry, request, clock, on_tokens)
+            with self.fleet.sending(entry, tokens):
+                generation = await self._ask(entry, request, clock, on_tokens)
         except EngineError as failure:
             if failure.kind == "user":
                 raise
+            if failure.status is None:  # it gave no answer, so it may still be generating
+                self.abort_later(entry.worker, request.rid)
             await self.fleet.failed(entry, failure)
             return failure.partial if isinstance(failure, CutStreamError) else None, failure
-        finally:
-            entry.tokens_in_flight -= tokens
-        entry.failures = 0
         return generation, None
 
     async def _ask(

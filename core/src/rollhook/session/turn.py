@@ -10,6 +10,7 @@ from rollhook.engine.base import Generation, GenerationRequest, SamplingParams
 from rollhook.engine.streaming import TokenSink
 from rollhook.engine.weights import WeightControl
 from rollhook.router import Worker
+from rollhook.session.health import Probed
 from rollhook.session.tree import Span
 
 
@@ -30,7 +31,7 @@ class Clock(Protocol):
         """Raise BudgetExceeded when nothing is left."""
 
 
-class Generator(WeightControl, Protocol):
+class Generator(WeightControl, Probed, Protocol):
     """What the policy asks of an engine client; `rollhook.engine.client.EngineClient` is one."""
 
     async def generate(
@@ -38,16 +39,18 @@ class Generator(WeightControl, Protocol):
     ) -> Generation:
         """Generate one completion, streamed to `on_tokens` where there is one."""
 
-    async def health(self, worker: Worker) -> bool:
-        """Return whether the engine is healthy."""
-
     async def abort(self, worker: Worker, rid: str | None = None) -> None:
         """End a request."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Deadlines that are not the agent's; when one passes, the turn fails with EngineError. Seconds."""
+    """Deadlines that are not the agent's; when one passes, the turn fails with EngineError. Seconds.
+
+    Engines are probed every `health_interval` (see `rollhook.session.health`) and asked for their loads every
+    `load_interval`; a worker's breaker opens for `breaker_seconds` after `breaker_faults` faults. A weight
+    update waits up to `drain` for replies under way.
+    """
 
     attempts: int = 5
     backoff: float = 0.5
@@ -55,6 +58,12 @@ class Limits:
     pause: float = 1800.0
     abort: float = 10.0
     health_interval: float = 30.0
+    down_after: int = 3
+    up_after: int = 2
+    load_interval: float = 5.0
+    breaker_faults: int = 10
+    breaker_seconds: float = 30.0
+    drain: float = 0.0
 
 
 @dataclass(frozen=True)

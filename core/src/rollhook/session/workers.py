@@ -1,19 +1,26 @@
-"""What the gateway knows of the engines' workers, and the gate that weight updates close."""
+"""What is known of the engines' workers, and the gate that weight updates close."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
+from rollhook.errors import EngineError
 from rollhook.router import Worker, WorkerLoad
+from rollhook.session.breaker import Breaker, is_fault
+
+#: the version of a worker that has not yet said that it serves one of ours
+NO_VERSION = -1
 
 
-@dataclass
+@dataclass(eq=False)
 class Entry:
     """One worker: its load from here, its state, and how long its last request queued (seconds).
 
-    `queued` is how many requests wait at the engine, where it reports that.
+    `queued` is how many requests wait at the engine, where it reports that. `up` and `down` count probes of
+    its health in a row that went well or not.
     """
 
     worker: Worker
@@ -21,18 +28,52 @@ class Entry:
     healthy: bool = True
     draining: bool = False
     open_sessions: int = 0
+    requests: int = 0
     tokens_in_flight: int = 0
     queued: int | None = None
     queue_seconds: float = 0.0
     failures: int = 0
-    probe: asyncio.Task[bool] | None = None
+    up: int = 0
+    down: int = 0
+    breaker: Breaker = field(default_factory=Breaker)
+
+    @contextmanager
+    def sending(self, tokens: int) -> Iterator[None]:
+        """Count a request and its tokens as in flight while the block lasts; the breaker learns how it ends.
+
+        EngineErrors that are faults of the server (`is_fault`) count against it, an answer for it.
+        """
+        self.requests += 1
+        self.tokens_in_flight += tokens
+        trying = self.breaker.sent()
+        try:
+            yield
+        except EngineError as error:
+            if is_fault(error):
+                self.breaker.failed(trying)
+            else:
+                self.breaker.dropped(trying)
+            raise
+        except BaseException:
+            self.breaker.dropped(trying)
+            raise
+        else:
+            self.failures = 0
+            self.breaker.answered()
+        finally:
+            self.tokens_in_flight -= tokens
+            self.requests -= 1
 
 
 class WorkerTable:
-    """The workers by (URL, rank), in a fixed order, with the load that comes from here and from elsewhere."""
+    """The workers by (URL, rank), in a fixed order, with the load that comes from here and from elsewhere.
 
-    def __init__(self) -> None:
+    `breaker` makes the circuit breaker of a worker.
+    """
+
+    def __init__(self, breaker: Callable[[], Breaker] = Breaker) -> None:
         self.version = 0
+        self._breaker = breaker
         self._entries: dict[Worker, Entry] = {}
         self._remote: dict[Worker, tuple[int, int]] = {}
 
@@ -43,35 +84,56 @@ class WorkerTable:
         """Return a worker's entry, None when there is no such worker (any more)."""
         return None if worker is None else self._entries.get(worker)
 
+    def of(self, url: str) -> list[Entry]:
+        """Return the entries of an engine, one per rank."""
+        return [entry for entry in self._entries.values() if entry.worker.url == url]
+
     @property
     def workers(self) -> list[Worker]:
         """All workers, whatever their state."""
         return list(self._entries)
 
+    @property
+    def urls(self) -> list[str]:
+        """The base URLs of the engines, each once."""
+        return list(dict.fromkeys(worker.url for worker in self._entries))
+
     def set_workers(self, workers: Sequence[Worker], version: int) -> None:
-        """Replace the workers; those that stay keep their load."""
+        """Replace the workers, all of them healthy and at `version`; those that stay keep their load."""
         self.version = version
-        old = self._entries
-        self._entries = {}
-        for worker in sorted(workers, key=lambda w: (w.url, -1 if w.dp_rank is None else w.dp_rank)):
-            entry = old.get(worker) or Entry(worker, version)
-            entry.version, entry.healthy, entry.failures = version, True, 0
-            self._entries[worker] = entry
+        self._replace(workers, version)
+        for entry in self._entries.values():
+            entry.version, entry.healthy, entry.failures, entry.down = version, True, 0, 0
+
+    def add(self, workers: Sequence[Worker], version: int = NO_VERSION) -> None:
+        """Add workers; those that are there stay as they are."""
+        self._replace([*self._entries, *workers], version)
+
+    def remove(self, gone: Container[Worker]) -> None:
+        """Take workers out; their requests under way go on."""
+        self._entries = {worker: entry for worker, entry in self._entries.items() if worker not in gone}
 
     def set_version(self, version: int, failed: Container[Worker]) -> None:
         """Note that all workers but the failed ones serve a version now; the failed ones are not offered."""
         self.version = version
         for entry in self._entries.values():
             entry.healthy = entry.worker not in failed
+            entry.up = 0
             if entry.healthy:
-                entry.version, entry.failures = version, 0
+                entry.version, entry.failures, entry.down = version, 0, 0
 
     def offered(self) -> list[Entry]:
-        """Return the entries that may get requests: healthy, not draining, at the current version."""
+        """Return the entries that may get requests.
+
+        They are healthy, not draining, at the current version, and their breaker lets requests through.
+        """
         return [
             entry
             for entry in self._entries.values()
-            if entry.healthy and not entry.draining and entry.version == self.version
+            if entry.healthy
+            and not entry.draining
+            and entry.version == self.version
+            and entry.breaker.lets_through
         ]
 
     def load(self, entry: Entry) -> WorkerLoad:
@@ -88,6 +150,13 @@ class WorkerTable:
     def set_remote(self, loads: Mapping[Worker, tuple[int, int]]) -> None:
         """Replace the loads that come from other processes: the sum of their `local_loads`."""
         self._remote = dict(loads)
+
+    def _replace(self, workers: Collection[Worker], version: int) -> None:
+        old = self._entries
+        order = sorted(set(workers), key=lambda w: (w.url, -1 if w.dp_rank is None else w.dp_rank))
+        self._entries = {
+            worker: old.get(worker) or Entry(worker, version, breaker=self._breaker()) for worker in order
+        }
 
 
 class Gate:
