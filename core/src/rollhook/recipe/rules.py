@@ -137,6 +137,7 @@ def no_effect(c: Composition) -> Iterator[Problem]:
     if c.asks_endpoint and not c.trains:
         keys = ["router", "model.path", "model.init", "model.tokenizer", "model.chat_template"]
         reason = f"engine {_use(r.engine)} asks an endpoint, which renders and routes by itself"
+        keys += ["model.chat_template_kwargs", "model.tool_parser", "model.reasoning_parser"]
         yield from _idle(c, keys, c.layer("engine"), reason)
     if r.rollout.draw == "uniform":
         yield from _idle(c, ["rollout.draw_floor"], c.layer("rollout.draw"), "rollout.draw is uniform")
@@ -303,6 +304,21 @@ def gateway(c: Composition) -> Iterator[Problem]:
             f"{bind!r} is not an IP address",
             allowed="for example 127.0.0.1, or 0.0.0.0 for all interfaces",
         )
+def parsers(c: Composition) -> Iterator[Problem]:
+    """How replies are parsed."""
+    m = c.recipe.model
+    if m is None or (m.tool_parser == "auto" and m.reasoning_parser == "auto"):
+        return
+    from rollhook.reply.forms import FORM_NAMES, THINKING_NAMES
+
+    for key, name, names in (
+        ("tool_parser", m.tool_parser, FORM_NAMES),
+        ("reasoning_parser", m.reasoning_parser, THINKING_NAMES),
+    ):
+        if name not in names:
+            yield Problem(f"model.{key}", f"{name!r} is unknown", allowed=", ".join(names))
+
+
         return
     if not loopback and c.recipe.gateway.token is None:
         yield Problem(
@@ -369,3 +385,4 @@ _RULES: list[Callable[[Composition], Iterator[Problem]]] = [
     lists,
     sandbox_isolation,
 ]
+    parsers,

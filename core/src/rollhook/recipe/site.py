@@ -27,6 +27,7 @@ _LEAST_FREE = 2 * 1024**3
 def check_site(composition: Composition) -> Iterator[Problem]:
     """Yield what is wrong here."""
     yield from _files(composition)
+    yield from _parsers(composition)
     yield from _storage(composition)
     yield from _secrets(composition)
     yield from _tasks(composition)
@@ -47,6 +48,25 @@ def _files(c: Composition) -> Iterator[Problem]:
         if (key == "model.path" and is_hub_name(name)) or Path(name).expanduser().exists():
             continue
         yield _site(key, f"{name!r} does not exist here")
+
+
+def _parsers(c: Composition) -> Iterator[Problem]:
+    """Compare the parsers that are named with the chat template, where that is here."""
+    m = c.recipe.model
+    if m is None or c.asks_endpoint or (m.tool_parser == "auto" and m.reasoning_parser == "auto"):
+        return
+    from rollhook.reply.forms import mismatches
+    from rollhook.session.template import read_json, template_text
+
+    directory = Path(m.tokenizer if isinstance(m.tokenizer, str) else m.path or "").expanduser()
+    given = Path(m.chat_template).expanduser() if m.chat_template else None
+    try:
+        text = given.read_text("utf-8") if given else None
+        template = template_text(directory, read_json(directory / "tokenizer_config.json"), text)
+    except (OSError, RollhookError):
+        return  # it is not here, or `_files` says so
+    for key, reason in mismatches(m.tool_parser, m.reasoning_parser, template).items():
+        yield _site(f"model.{key}", reason, f"set model.{key}=auto, or name the right template")
 
 
 def _storage(c: Composition) -> Iterator[Problem]:

@@ -38,15 +38,15 @@ class CallForm:
 
     `openings` and `closing` are the marks around a block; without `closing` it goes on to the end of the
     reply. `parse` gets what is between the marks, of a `whole` form all of it. `whole`: a block is all of the
-    content or none of it. `frames` are control tokens inside a block. `sign` is what a chat template of the
-    family contains.
+    content or none of it. `frames` are control tokens inside a block. `signs`: a chat template of the
+    family contains one.
     """
 
     name: str
     openings: tuple[str, ...]
     closing: str
     parse: Callable[[str, Sequence[ToolSchema]], list[ToolCall]]
-    sign: str
+    signs: tuple[str, ...]
     aliases: tuple[str, ...] = ()
     whole: bool = False
     frames: tuple[str, ...] = ()

@@ -61,18 +61,23 @@ _KIMI = Framed(
     )
 )
 
-#: in the order in which a template's signs are looked for; the last is that of a template without any
+#: in the order in which a template's signs are looked for
 FORMS = (
-    CallForm("glm", ("<tool_call>",), "</tool_call>", _GLM, "<arg_key>", ("glm45", "glm47")),
+    CallForm("glm", ("<tool_call>",), "</tool_call>", _GLM, ("<arg_key>",), ("glm45", "glm47")),
     CallForm(
-        "qwen3_coder", ("<tool_call>",), "</tool_call>", _QWEN_CODER, "<function=", ("nemotron3", "qwen3_xml")
+        "qwen3_coder",
+        ("<tool_call>",),
+        "</tool_call>",
+        _QWEN_CODER,
+        ("<function=",),
+        ("qwen3_xml", "nemotron3"),
     ),
     CallForm(
         "minimax_m2",
         ("<minimax:tool_call>",),
         "</minimax:tool_call>",
         _MINIMAX,
-        "<minimax:tool_call>",
+        ("<minimax:tool_call>",),
         ("minimax-m2",),
     ),
     CallForm(
@@ -80,7 +85,7 @@ FORMS = (
         ("<｜DSML｜function_calls>",),
         "</｜DSML｜function_calls>",
         _DSML,
-        "<｜DSML｜",
+        ("<｜DSML｜",),
         ("deepseekv32",),
     ),
     CallForm(
@@ -88,7 +93,7 @@ FORMS = (
         ("<｜tool▁calls▁begin｜>",),
         "<｜tool▁calls▁end｜>",
         _DEEPSEEK,
-        "<｜tool▁calls▁begin｜>",
+        ("<｜tool▁calls▁begin｜>",),
         ("deepseek_v31", "deepseekv3", "deepseekv31"),
         frames=("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
     ),
@@ -97,14 +102,22 @@ FORMS = (
         ("<|tool_calls_section_begin|>",),
         "<|tool_calls_section_end|>",
         _KIMI,
-        "<|tool_calls_section_begin|>",
+        ("<|tool_calls_section_begin|>",),
         frames=("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
     ),
-    CallForm("mistral", ("[TOOL_CALLS]",), "", mistral_calls, "[TOOL_CALLS]", frames=("[ARGS]", "[CALL_ID]")),
-    CallForm("nemotron", ("<TOOLCALL>",), "</TOOLCALL>", json_calls, "<TOOLCALL>"),
-    CallForm("hermes", ("<tool_call>",), "</tool_call>", json_calls, "<tool_call>", ("qwen", "qwen25")),
     CallForm(
-        "llama3_json", ("<|python_tag|>", "{"), "", json_sequence, "<|python_tag|>", ("llama3",), whole=True
+        "mistral", ("[TOOL_CALLS]",), "", mistral_calls, ("[TOOL_CALLS]",), frames=("[ARGS]", "[CALL_ID]")
+    ),
+    CallForm("nemotron", ("<TOOLCALL>",), "</TOOLCALL>", json_calls, ("<TOOLCALL>",)),
+    CallForm("hermes", ("<tool_call>",), "</tool_call>", json_calls, ("<tool_call>",), ("qwen", "qwen25")),
+    CallForm(
+        "llama3_json",
+        ("<|python_tag|>", "{"),
+        "",
+        json_sequence,
+        ("<|python_tag|>", '"parameters": dictionary of argument name'),
+        ("llama3", "llama4_json"),
+        whole=True,
     ),
 )
 _THINKING = {
@@ -124,25 +137,34 @@ _THINK_ALIASES = (
     "qwen3-thinking",
 )
 _DEFAULT = next(form for form in FORMS if form.name == "hermes")
+#: what `call_form` and `thinking` take
+FORM_NAMES = ("auto", *sorted(name for form in FORMS for name in (form.name, *form.aliases)))
+THINKING_NAMES = ("auto", *_THINKING, *_THINK_ALIASES)
 
 
-def call_form(name: str, template: str) -> CallForm:
-    """Return the form of that name, or with `auto` the one whose sign the template has.
+def check_known(template: str) -> None:
+    """Raise UsageError for a template whose replies no parser here reads."""
+    if "<|channel|>" in template and "<|start|>" in template:
+        raise UsageError("the chat template writes replies in channels (gpt-oss), which is not supported")
 
-    Raises UsageError for an unknown name.
+
+def call_form(name: str, template: str) -> CallForm | None:
+    """Return the form of that name, or with `auto` the one of which the template has a sign.
+
+    A template that does not know tools gets the form that is most in use, one that takes tools without a
+    known sign None. Raises UsageError for an unknown name.
     """
     if name == "auto":
-        return sniffed(template) or _DEFAULT
+        return sniffed(template) or (None if re.search(r"\btools\b", template) else _DEFAULT)
     for form in FORMS:
         if name == form.name or name in form.aliases:
             return form
-    names = ", ".join(sorted(form.name for form in FORMS))
-    raise UsageError(f"model.tool_parser: {name!r} is unknown; there are auto, {names}")
+    raise UsageError(f"model.tool_parser: {name!r} is unknown; there are {', '.join(FORM_NAMES)}")
 
 
 def sniffed(template: str) -> CallForm | None:
-    """Return the form whose sign the template has."""
-    return next((form for form in FORMS if form.sign in template), None)
+    """Return the form of which the template has a sign."""
+    return next((form for form in FORMS if any(sign in template for sign in form.signs)), None)
 
 
 def thinking(name: str, template: str) -> Thinking | None:
@@ -152,9 +174,21 @@ def thinking(name: str, template: str) -> Thinking | None:
     """
     if name == "auto":
         marks = (each for each in _THINKING.values() if each is not None)
-        return next((each for each in marks if each.end in template), None)
+        return next((each for each in marks if each.end in template or each.start in template), None)
     name = "think" if name in _THINK_ALIASES else name
     if name not in _THINKING:
-        names = ", ".join(_THINKING)
-        raise UsageError(f"model.reasoning_parser: {name!r} is unknown; there are auto, {names}")
+        names = ", ".join(THINKING_NAMES)
+        raise UsageError(f"model.reasoning_parser: {name!r} is unknown; there are {names}")
     return _THINKING[name]
+
+
+def mismatches(tool_parser: str, reasoning_parser: str, template: str) -> dict[str, str]:
+    """Return what is wrong with names, given the template, by key; an unknown name is not looked at."""
+    found = {}
+    shown = sniffed(template)
+    if tool_parser in FORM_NAMES and shown not in (None, call_form(tool_parser, template)):
+        found["tool_parser"] = f"{tool_parser} is not what the chat template shows: {shown.name}"
+    marks = thinking(reasoning_parser, template) if reasoning_parser in THINKING_NAMES else None
+    if marks is not None and marks.end not in template and marks.start not in template:
+        found["reasoning_parser"] = f"{reasoning_parser} is not what the chat template shows: no {marks.end}"
+    return found

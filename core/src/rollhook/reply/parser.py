@@ -179,7 +179,7 @@ class _Text:
         text, self.held = self.held[: block.end], self.held[block.end :]
         if block.calls:
             self.calls += block.calls
-            self.space, self.trim = "", " \t\r\n"
+            self.trim = " \t\r\n"
         else:
             self._say(text)
         return bool(self.held)

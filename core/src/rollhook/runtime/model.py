@@ -43,7 +43,14 @@ def renderer(model: Model | None, model_dir: Path) -> Renderer:
     """Return what renders messages for a model; the recipe's tokenizer and template come first."""
     from rollhook.session import Renderer
 
-    tokenizer = model.tokenizer if model is not None and isinstance(model.tokenizer, str) else None
-    template = model.chat_template if model is not None else None
-    text = Path(template).expanduser().read_text("utf-8") if template else None
-    return Renderer(Path(tokenizer).expanduser() if tokenizer else model_dir, text)
+    if model is None:
+        return Renderer(model_dir)
+    tokenizer = model.tokenizer if isinstance(model.tokenizer, str) else None
+    template = model.chat_template
+    return Renderer(
+        Path(tokenizer).expanduser() if tokenizer else model_dir,
+        Path(template).expanduser().read_text("utf-8") if template else None,
+        tool_parser=model.tool_parser,
+        reasoning_parser=model.reasoning_parser,
+        template_variables=model.chat_template_kwargs,
+    )

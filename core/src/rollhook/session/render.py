@@ -19,7 +19,7 @@ import tokenizers
 from rollhook.errors import AgentError, UsageError
 from rollhook.messages import Message, ToolSchema
 from rollhook.reply.detokenizer import Detokenizer
-from rollhook.reply.forms import call_form, thinking
+from rollhook.reply.forms import call_form, check_known, thinking
 from rollhook.reply.parser import StreamParser, Thinking
 from rollhook.session.template import (
     compile_template,
@@ -34,8 +34,14 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 # Stands for an assistant's text when an increment is rendered; letters only, so that no template alters it.
 _SENTINEL = "RollhookAssistantText"
+# Likewise what is appended, to see whether a template shows it at all.
+_APPENDED = "RollhookAppendedText"
 _USER: Message = {"role": "user", "content": "u"}
-_RESULT: Message = {"role": "tool", "content": "r", "tool_call_id": "c00000000"}
+_NEXT: dict[str, Message] = {
+    "user": {"role": "user", "content": _APPENDED},
+    "system": {"role": "system", "content": _APPENDED},
+    "tool": {"role": "tool", "content": _APPENDED, "tool_call_id": "c00000000"},
+}
 # Private-use characters around control tokens that occur in somebody's text; they never reach the tokenizer.
 _OPEN, _CLOSE = "\U000ff7f0", "\U000ff7f1"
 # A text longer than this is encoded by the batched call, the only one that lets other threads run meanwhile.
@@ -77,8 +83,12 @@ class Renderer:
         self._marked = re.compile(f"{_OPEN}(.*?){_CLOSE}|[{_OPEN}{_CLOSE}]", re.DOTALL)
         self._variables = {**token_variables(config), **(template_variables or {})}
         template = template_text(self.directory, config, chat_template)
+        check_known(template)
         self._template = compile_template(template)
         self._calls = call_form(tool_parser, template)
+        self._results_want_calls = False
+        self._results_want_calls = not self._shows("tool")
+        self._lost = frozenset(role for role in _NEXT if not self._shows(role))
         self.vocab_size = int(self._tokenizer.get_vocab_size(with_added_tokens=True))
         self._closing = self._closing_id()
         #: ids that end a reply: of the model's files, and what follows an assistant's text in the template
@@ -90,6 +100,7 @@ class Renderer:
 
     def first(self, messages: Sequence[Message], tools: Sequence[ToolSchema] | None = None) -> list[int]:
         """Return the ids of a whole conversation up to the point where the assistant speaks."""
+        self._check_tools(tools)
         return self.encode(self._render(messages, tools, generate=True))
 
     def increment(
@@ -102,9 +113,14 @@ class Renderer:
         """Return the ids that follow an assistant's turn when `appended` comes after it.
 
         They begin with what closes that turn in the template (for ChatML `<|im_end|>` and a newline);
-        what of it the engine emitted itself, its last token, is left out.
+        what of it the engine emitted itself, its last token, is left out. Raises RenderError where the
+        template does not show such a message, or cannot be continued.
         """
-        ids = self.encode(self._following(appended, tools))
+        self._check_tools(tools)
+        text = self._following(appended, tools)
+        if lost := next((message["role"] for message in appended if message["role"] in self._lost), None):
+            raise RenderError(f"the chat template leaves out a {lost} message that follows a reply")
+        ids = self.encode(text)
         ended = last_token in self._stops and ids and ids[0] in (last_token, self._closing)
         return ids[1:] if ended else ids
 
@@ -158,26 +174,35 @@ class Renderer:
     def _following(self, appended: Sequence[Message], tools: Sequence[ToolSchema] | None) -> str:
         """Return the text after an assistant's words when `appended` comes after them.
 
-        A made-up exchange is rendered with and without `appended`; what is new, and what closes the
-        assistant's turn, is the increment.
+        They are those after the assistant's words in a made-up exchange that `appended` follows.
         """
-        try:
-            text = self._render([*_exchange(), *appended], tools, generate=True)
-        except RenderError:
-            if appended and appended[0]["role"] == "tool":
-                return self._following_calls(appended, tools)
-            raise
-        return _after_sentinel(text)
+        if self._results_want_calls and appended[0]["role"] == "tool":
+            return self._following_calls(appended, tools)
+        return _after_sentinel(self._render([*_exchange(), *appended], tools, generate=True))
 
     def _following_calls(self, appended: Sequence[Message], tools: Sequence[ToolSchema] | None) -> str:
-        """As `_following`, for templates that accept tool results only after the calls that they answer."""
-        history = _exchange([m.get("tool_call_id", "") for m in appended if m["role"] == "tool"])
+        """As `_following`, for templates that show tool results only after the calls that they answer."""
+        history = _exchange([message for message in appended if message["role"] == "tool"])
         without = self._render(history, tools, generate=False)
         with_appended = self._render([*history, *appended], tools, generate=True)
-        if not with_appended.startswith(without):
-            raise RenderError("the chat template alters earlier turns when tool results follow")
         closing = _after_sentinel(self._render(_exchange(), tools, generate=False))
+        if not with_appended.startswith(without) or not without.endswith(closing):
+            raise RenderError("the chat template alters a turn that calls tools when their results follow")
         return closing + with_appended[len(without) :]
+
+    def _shows(self, role: str) -> bool:
+        """Return whether the template shows a message of that role after a reply."""
+        try:
+            return _APPENDED in self._following([_NEXT[role]], None)
+        except RenderError:
+            return False
+
+    def _check_tools(self, tools: Sequence[ToolSchema] | None) -> None:
+        if tools and self._calls is None:
+            raise RenderError(
+                "the chat template takes tools, but shows no known form of calls; say which it is with"
+                " model.tool_parser"
+            )
 
     def _stop_ids(self) -> tuple[int, ...]:
         stops: set[int] = set()
@@ -189,15 +214,10 @@ class Renderer:
         eos = self._variables.get("eos_token")
         if eos is not None and (index := self._index_of(eos)) is not None:
             stops.add(index)
-        for appended in (_USER, _RESULT):
-            try:
-                following = self.encode(self._following([appended], None))
-            except RenderError:
-                if appended is _USER:
-                    raise
-                continue  # a template without tools
-            if following and following[0] in self._special:
-                stops.add(following[0])
+        following = [self._following([_NEXT["user"]], None)]
+        if "tool" not in self._lost:
+            following.append(self._following([_NEXT["tool"]], None))
+        stops.update(ids[0] for ids in map(self.encode, following) if ids and ids[0] in self._special)
         return tuple(sorted(stops))
 
     def _closing_id(self) -> int | None:
@@ -277,13 +297,17 @@ def _alternatives(tokens: Any) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
-def _exchange(call_ids: Sequence[str] = ()) -> list[Message]:
-    """Return a made-up exchange that ends with an assistant's turn, with these tool calls if any."""
+def _exchange(results: Sequence[Message] = ()) -> list[Message]:
+    """Return a made-up exchange that ends with an assistant's turn, with the calls of these results."""
     assistant: Message = {"role": "assistant", "content": _SENTINEL}
-    if call_ids:
+    if results:
         assistant["tool_calls"] = [
-            {"id": call_id, "type": "function", "function": {"name": "f", "arguments": "{}"}}
-            for call_id in call_ids
+            {
+                "id": result.get("tool_call_id", ""),
+                "type": "function",
+                "function": {"name": result.get("name", "f"), "arguments": "{}"},
+            }
+            for result in results
         ]
     return [_USER, assistant]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 CHATML = (
@@ -14,9 +14,20 @@ CHATML = (
 
 
 def write_tokenizer(
-    directory: Path, *, corpus: Iterable[str] = (), vocab_size: int = 300, template: str | None = CHATML
+    directory: Path,
+    *,
+    corpus: Iterable[str] = (),
+    vocab_size: int = 300,
+    template: str | None = CHATML,
+    control: Sequence[str] = (),
+    markup: Sequence[str] = (),
+    eos: str = "<|im_end|>",
 ) -> Path:
-    """Write a byte-level BPE tokenizer (merges from `corpus`) there and return the directory."""
+    """Write a byte-level BPE tokenizer (merges from `corpus`) there and return the directory.
+
+    `control` are more control tokens, `markup` more tokens that are no control tokens, as `<tool_call>` is of
+    several families; `eos` is the one that the files name as the end of a reply.
+    """
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -30,11 +41,13 @@ def write_tokenizer(
         show_progress=False,
     )
     tokenizer.train_from_iterator(corpus, trainer)
+    tokenizer.add_special_tokens(list(control))
+    tokenizer.add_tokens(list(markup))
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": "<|im_end|>",
+        "eos_token": eos,
         "pad_token": "<|endoftext|>",
         "clean_up_tokenization_spaces": False,
     }
