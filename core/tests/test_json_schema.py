@@ -64,6 +64,7 @@ RIGHT = """
 {extends: a, router: stick+spread}
 {extends: a, router: {use: spread + stick, stick: {ttl: 3}}}
 {extends: a, router: {use: stick, stick: null}, plugins: watcher}
+{extends: a, router: {dp_aware: 'on', health: {interval: 5, up_after: '${x}'}, drain_on_update: 60}}
 {extends: a, needs: {sft: first, other: {recipe: x.yaml, overrides: [seed=1]}}}
 {extends: a, steps: '${oc.env:STEPS}', rollout: {drop_zero_variance: '${x}', sampling: '${y}'}}
 {extends: a, outcomes: {timeout: '${x}'}, gateway: {token: 'env:KEY'}, trainer: {betas: ['${x}', 0.5]}}
@@ -80,6 +81,8 @@ WRONG = """
 {extends: a, trackers: [log, lag]}
 {extends: a, router: stick+sprad}
 {extends: a, router: {use: stick, stick: {ttl: 0}}}
+{extends: a, router: {dp_aware: perhaps}}
+{extends: a, router: {health: {every: 5}}}
 {extends: a, needs: {sft: {recipe: x, overides: []}}}
 {extends: a, trainer: {lrr: 1}}
 {extends: a, rollout: {sampling: {temp: 1}}}

@@ -219,6 +219,20 @@ def test_explain_names_the_distribution_of_each_part_and_the_source_of_each_valu
     assert found["rollout.group_size"] == (8, "default")
     assert found["trainer.use"] == ("learner", "base.yaml:8")
     assert found["sandbox.create_concurrency"] == (4, "default")
+    assert found["router.dp_aware"] == ("auto", "default")
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"), [("on", "on"), ("off", "off"), ("'on'", "on"), ("auto", "auto")]
+)
+def test_what_yaml_takes_for_a_boolean_is_the_word_that_was_written(
+    toys: Path, written: str, meant: str
+) -> None:
+    write(toys, f"extends: base.yaml\nrouter: {{dp_aware: {written}, drain_on_update: 5}}\n")
+    checked = check_recipe("recipe.yaml", site="none")
+    assert checked.problems == []
+    router = checked.loaded.recipe.router
+    assert (router.dp_aware, router.drain_on_update, router.keys) == (meant, 5, {})
 
 
 def test_deviations_are_told_from_the_shipped_recipe(toys: Path) -> None:

@@ -9,13 +9,14 @@ import pytest
 from rollhook.agent import Agent, StopReason
 from rollhook.component import BuildContext, Config
 from rollhook.errors import EngineError
-from rollhook.recipe.schema import Recipe
-from rollhook.router import RouterPolicy
+from rollhook.recipe.schema import Recipe, RouterUse
+from rollhook.router import RouterPolicy, Worker
 from rollhook.runtime.lineage import Lineage
 from rollhook.runtime.parts import Parts
-from rollhook.runtime.rollout_worker import distinct
+from rollhook.runtime.rollout_worker import distinct, limits_of
 from rollhook.runtime.rollouts import Rollouts
 from rollhook.session import Renderer
+from rollhook.session.turn import Limits
 from rollhook.testing.engine import LocalPlacement
 from rollhook.testing.fake_engine import FakeEngines
 from rollhook.testing.fake_environment import Sums
@@ -178,6 +179,58 @@ async def test_an_engine_that_does_not_start_anew_leaves_the_others_at_work(star
     await started.engine.engines[1].stop()
     with pytest.raises(EngineError, match="its GPU is gone"):
         await started.rollouts.update(weights, 3, 2)
+
+
+async def test_an_engine_is_routed_to_by_rank_with_the_health_and_breaker_of_the_recipe(tmp_path):
+    class Ranked(FakeEngines):
+        def make(self, version):
+            engine = super().make(version)
+            engine.dp_size = 3
+            return engine
+
+        async def start(self, *args):
+            return [Worker(worker.url) for worker in {w.url: w for w in await super().start(*args)}.values()]
+
+    directory = write_tokenizer(tmp_path / "model")
+    (directory / "config.json").write_text(json.dumps({"max_position_embeddings": 512}))
+    router = {"use": "first", "breaker": {"faults": 4}, "health": {"down_after": 1}, "drain_on_update": 2}
+    recipe = Recipe.model_validate(
+        {
+            "name": "ranks",
+            "environment": [{"use": "sums"}],
+            "agent": {"use": "answers"},
+            "engine": {"use": "fake"},
+            "router": router,
+            "evaluation": {"every": 1},
+        }
+    )
+    parts = FakeParts(recipe, tmp_path, says(Renderer(directory), "3"))
+    parts.engine = Ranked(SimpleNamespace(reply=None, count=1), parts.context("engine"))
+    rollouts = Rollouts(parts, FakeAttempt(tmp_path), lambda result: None)
+    try:
+        await rollouts.prepare()
+        await rollouts.start(LocalPlacement(), directory, 1)
+        policy = next(iter(rollouts.held_out()))[1].policy
+        assert [worker.dp_rank for worker in policy.table.workers] == [0, 1, 2]
+        parts.engine.engines[0].healthy = False
+        await policy.fleet.health.probe()
+        assert policy.table.offered() == []
+    finally:
+        await rollouts.aclose()
+
+
+def test_the_limits_of_turns_are_those_of_the_recipe():
+    router = RouterUse(
+        use="x",
+        drain_on_update=2,
+        load_interval=3,
+        health={"interval": 4, "down_after": 5, "up_after": 6},
+        breaker={"faults": 7, "seconds": 8},
+    )
+    found = limits_of(router)
+    assert (found.drain, found.load_interval, found.health_interval) == (2, 3, 4)
+    assert (found.down_after, found.up_after, found.breaker_faults, found.breaker_seconds) == (5, 6, 7, 8)
+    assert limits_of(RouterUse(use="x")) == Limits(), "the defaults of the recipe are those of the code"
 
 
 def test_equal_names_are_told_apart():

@@ -14,7 +14,7 @@ from rollhook.component import Component
 from rollhook.hookspecs import PROVIDER_HOOKS
 from rollhook.plugins import LoadError, load
 from rollhook.recipe.refs import ComponentRef
-from rollhook.recipe.schema import EnvironmentUse, Recipe, SandboxUse, Use
+from rollhook.recipe.schema import EnvironmentUse, Recipe, RouterUse, SandboxUse, Use
 
 #: text with `${...}` may stand wherever a value is wanted
 _INTERPOLATED = r"\$\{"
@@ -107,12 +107,12 @@ def _router(policies: list[Component]) -> dict[str, Any]:
     """A chain of policies, `sticky+min_load`; the keys of each stand under its name."""
     name = "|".join(policy.name for policy in policies)
     chain = {"anyOf": [_names(policies), _text(rf"^({name})( *\+ *({name}))+$|{_INTERPOLATED}")]}
-    use = _described(_model(Use)["properties"]["use"], chain)
-    keys = {}
+    keys = _model(RouterUse)["properties"]
+    keys["use"] = _described(keys["use"], chain)
     for policy in policies:
         own = _model(policy.config)
         keys[policy.name] = {**own, "type": ["object", "null"], "description": f"keys of {policy.name}"}
-    mapping = {"type": "object", "properties": {"use": use, **keys}, "additionalProperties": False}
+    mapping = {"type": "object", "properties": keys, "additionalProperties": False}
     return {"anyOf": [*chain["anyOf"], mapping]}
 
 

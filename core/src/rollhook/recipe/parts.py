@@ -138,7 +138,9 @@ def _add_chain(found: Parts, key: str, use: str, keys: dict[str, Any], unresolve
                 f"{key}.{other}",
                 f"{other!r} is not a policy of the chain {use}",
                 allowed=f"keys of a policy go under its name: {', '.join(names)}",
-                nearest=f"{owner}.{other}" if owner else nearest(other, names),
+                nearest=f"{owner}.{other}"
+                if owner
+                else nearest(other, [*names, *sorted(COMPONENT_KEYS[key])]),
             )
         )
 

@@ -42,6 +42,56 @@ class SandboxUse(Use):
     warm: Annotated[int, Field(ge=0, description="sandboxes created ahead (never reused)")] = 0
 
 
+class RouterHealth(_Section):
+    """When an engine counts as ill."""
+
+    interval: Annotated[PositiveFloat, Field(description="seconds between probes of each engine")] = 30.0
+    down_after: Annotated[PositiveInt, Field(description="failed probes in a row that take it out")] = 3
+    up_after: Annotated[PositiveInt, Field(description="good probes in a row that bring it back")] = 2
+
+
+class RouterBreaker(_Section):
+    """When an engine whose requests fail gets none, however healthy it says that it is."""
+
+    faults: Annotated[
+        PositiveInt,
+        Field(description="faults of the server in a row that open it: no answer, 5xx but 503; never 4xx"),
+    ] = 10
+    seconds: Annotated[PositiveFloat, Field(description="how long it stays open; then one request tries")] = (
+        30.0
+    )
+
+
+def _as_word(value: Any) -> Any:
+    """Return the word that YAML 1.1 took for a boolean."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
+class RouterUse(Use):
+    """Router policies by name, chained by `+`; core keys beside each policy's keys under its name."""
+
+    dp_aware: Annotated[
+        Literal["auto", "on", "off"],
+        BeforeValidator(_as_word),
+        Field(
+            description="route to each data-parallel rank of an engine: auto: where it has several; on: each "
+            "engine must have several; off: the engine chooses"
+        ),
+    ] = "auto"
+    drain_on_update: Annotated[
+        float,
+        Field(
+            ge=0,
+            description="seconds that a weight update waits for replies under way to finish; 0: it does not",
+        ),
+    ] = 0.0
+    load_interval: Annotated[
+        PositiveFloat, Field(description="seconds after which engines are asked again how many requests wait")
+    ] = 5.0
+    health: Annotated[RouterHealth, Field(description="when an engine counts as ill")] = RouterHealth()
+    breaker: Annotated[RouterBreaker, Field(description="circuit breaker of each worker")] = RouterBreaker()
+
+
 class Need(_Section):
     """A recipe to run first."""
 
@@ -250,8 +300,8 @@ class Recipe(_Section):
     agent: Annotated[Use | None, Field(description="agent component")] = None
     sandbox: Annotated[SandboxUse | None, Field(description="sandbox backend component")] = None
     router: Annotated[
-        Use, Field(description="router policies, chained by +; each policy's keys under its name")
-    ] = Use(use="min_load")
+        RouterUse, Field(description="router policies, chained by +; each policy's keys under its name")
+    ] = RouterUse(use="min_load")
     budgets: Annotated[Budgets, Field(description="limits of an episode")] = Budgets()
     engine: Annotated[Use | None, Field(description="engine component")] = None
     rollout: Annotated[Rollout, Field(description="how episodes are made")] = Rollout()

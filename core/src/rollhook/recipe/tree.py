@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rollhook.recipe import paths
-from rollhook.recipe.schema import EnvironmentUse, SandboxUse, Use
+from rollhook.recipe.schema import EnvironmentUse, RouterUse, SandboxUse, Use
 
 #: the keys that name one component, and the keys beside `use` that are the core's own
 COMPONENT_KEYS = {
@@ -17,7 +17,7 @@ COMPONENT_KEYS = {
         "environment": EnvironmentUse,
         "agent": Use,
         "sandbox": SandboxUse,
-        "router": Use,
+        "router": RouterUse,
         "engine": Use,
         "trainer": Use,
         "launcher": Use,

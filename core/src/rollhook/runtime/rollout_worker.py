@@ -22,9 +22,10 @@ from rollhook.runtime.model import context_length, renderer
 from rollhook.runtime.seeds import derive
 from rollhook.session import Policy, PolicyClient
 from rollhook.session.gateway import Gateway, SessionDefaults
+from rollhook.session.turn import Limits
 
 if TYPE_CHECKING:
-    from rollhook.recipe.schema import Recipe
+    from rollhook.recipe.schema import Recipe, RouterUse
     from rollhook.router import Worker
     from rollhook.runtime.parts import Parts
     from rollhook.sandbox.pool import SandboxPool
@@ -88,6 +89,7 @@ class RolloutWorker:
             context_length=self._context_length,
             pause_mode=recipe.rollout.pause_mode,
             seed=derive(recipe.seed, "policy"),
+            limits=limits_of(recipe.router),
             revive=revive,
         )
         self._stack.push_async_callback(self.policy.close)
@@ -133,6 +135,20 @@ class RolloutWorker:
     async def aclose(self) -> None:
         """Close sessions, their HTTP face, and the agent; safe to call twice."""
         await self._stack.aclose()
+
+
+def limits_of(router: RouterUse) -> Limits:
+    """Return the deadlines of turns, with what the recipe says of the engines' health."""
+    health, breaker = router.health, router.breaker
+    return Limits(
+        health_interval=health.interval,
+        down_after=health.down_after,
+        up_after=health.up_after,
+        load_interval=router.load_interval,
+        breaker_faults=breaker.faults,
+        breaker_seconds=breaker.seconds,
+        drain=router.drain_on_update,
+    )
 
 
 def sampling_of(recipe: Recipe) -> SamplingParams:

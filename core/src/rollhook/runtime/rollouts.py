@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollhook.durable import to_json, write_atomic
 from rollhook.engine import Engine, SamplingParams
+from rollhook.engine.client import EngineClient
+from rollhook.engine.ranks import expand
 from rollhook.environment import Environment, Task
 from rollhook.errors import EngineError, UsageError, first_of
 from rollhook.records import Group
@@ -99,7 +101,8 @@ class Rollouts:
                 starting.create_task(self._rollout.load(model_dir))
         except ExceptionGroup as errors:
             raise first_of(errors) from None
-        self._workers = list(engines.result())
+        async with aclosing(EngineClient()) as client:
+            self._workers = await expand(client, engines.result(), recipe.router.dp_aware)
         self._weights = (model_dir, version)
         await self._rollout.open_policy(self._workers, version, self._revive)
         self._say_where()
