@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+import random
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from rollhook.component import BuildContext
 pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("transformers", reason="transformers is not installed")
 
+WAIT = 60.0
 SIZES = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -75,3 +78,68 @@ def model_dir(make_model: Callable[..., Path]) -> Path:
 @pytest.fixture
 def context(tmp_path: Path) -> BuildContext:
     return BuildContext(logging.getLogger("test"), scratch=tmp_path, cache=tmp_path)
+
+
+class Client:
+    """Submits requests to a decode thread and waits for them."""
+
+    def __init__(self, decoder: Any) -> None:
+        self.decoder = decoder
+
+    def submit(
+        self, prompt: list[int], *, seed: int = 0, count: int = 12, **keys: Any
+    ) -> tuple[Any, threading.Event]:
+        from rollhook_torch.request import Request
+
+        done = threading.Event()
+        request = Request(
+            rid=keys.get("rid", f"r{seed}"),
+            prompt=prompt,
+            temperature=keys.get("temperature", 1.0),
+            top_p=1.0,
+            top_k=-1,
+            max_new_tokens=count,
+            stops=frozenset(keys.get("stops", ())),
+            random=random.Random(seed),
+            done=lambda _: done.set(),
+            progress=keys.get("progress"),
+            extra_key=keys.get("extra_key"),
+        )
+        self.decoder.submit(request)
+        return request, done
+
+    def run(self, prompt: list[int], **keys: Any) -> Any:
+        request, done = self.submit(prompt, **keys)
+        assert done.wait(WAIT)
+        return request
+
+
+@pytest.fixture
+def make_client(model_dir: Path) -> Iterator[Callable[..., Client]]:
+    import torch
+
+    from rollhook_torch.decode import Decoder
+    from rollhook_torch.weights import load_model
+
+    clients: list[Client] = []
+
+    def make(directory: Path = model_dir, **keys: Any) -> Client:
+        model = load_model(directory, "float32", torch.device("cpu"))
+        settings = {
+            "context_length": 256,
+            "max_batch": 64,
+            "prefill_tokens": 4096,
+            "prefix_cache_bytes": 1 << 24,
+            **keys,
+        }
+        clients.append(Client(Decoder(model, "1", **settings)))
+        return clients[-1]
+
+    yield make
+    for client in clients:
+        client.decoder.stop()
+
+
+@pytest.fixture
+def client(make_client: Callable[..., Client]) -> Client:
+    return make_client()

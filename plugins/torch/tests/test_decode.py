@@ -1,8 +1,7 @@
 """The decode loop: what a request gets does not depend on who else is in the batch, or on interruptions."""
 
-import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from rollhook_torch.decode import Decoder, Request
 from rollhook_torch.microbatch import TokenRow, score
 from rollhook_torch.weights import load_model
 
@@ -18,62 +16,12 @@ WAIT = 60.0
 MakeModel = Callable[..., Path]
 
 
-class Client:
-    """Submits requests and waits for them."""
-
-    def __init__(self, decoder: Decoder) -> None:
-        self.decoder = decoder
-
-    def submit(
-        self, prompt: list[int], *, seed: int = 0, count: int = 12, **keys: Any
-    ) -> tuple[Request, threading.Event]:
-        done = threading.Event()
-        request = Request(
-            rid=f"r{seed}",
-            prompt=prompt,
-            temperature=keys.get("temperature", 1.0),
-            top_p=1.0,
-            top_k=-1,
-            max_new_tokens=count,
-            stops=frozenset(keys.get("stops", ())),
-            random=random.Random(seed),
-            done=lambda _: done.set(),
-        )
-        self.decoder.submit(request)
-        return request, done
-
-    def run(self, prompt: list[int], **keys: Any) -> Request:
-        request, done = self.submit(prompt, **keys)
-        assert done.wait(WAIT)
-        return request
-
-
-@pytest.fixture
-def make_client(model_dir: Path) -> Iterator[Callable[..., Client]]:
-    clients: list[Client] = []
-
-    def make(directory: Path = model_dir, **keys: Any) -> Client:
-        model = load_model(directory, "float32", torch.device("cpu"))
-        settings = {"context_length": 256, "max_batch": 64, "prefill_tokens": 4096, **keys}
-        clients.append(Client(Decoder(model, "1", **settings)))
-        return clients[-1]
-
-    yield make
-    for client in clients:
-        client.decoder.stop()
-
-
-@pytest.fixture
-def client(make_client: Callable[..., Client]) -> Client:
-    return make_client()
-
-
 def prompts(count: int) -> list[list[int]]:
     rng = np.random.default_rng(0)
     return [rng.integers(3, 250, 3 + 5 * (i % 4)).tolist() for i in range(count)]
 
 
-def test_greedy_tokens_are_those_of_transformers(client: Client, model_dir: Path) -> None:
+def test_greedy_tokens_are_those_of_transformers(client: Any, model_dir: Path) -> None:
     model = load_model(model_dir, "float32", torch.device("cpu"))
     for prompt in prompts(4):
         wanted = model.generate(
@@ -84,9 +32,7 @@ def test_greedy_tokens_are_those_of_transformers(client: Client, model_dir: Path
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_log_probabilities_are_those_of_the_trainer(
-    client: Client, model_dir: Path, temperature: float
-) -> None:
+def test_log_probabilities_are_those_of_the_trainer(client: Any, model_dir: Path, temperature: float) -> None:
     model = load_model(model_dir, "float32", torch.device("cpu"))
     pending = [
         client.submit(prompt, seed=i, temperature=temperature, count=3 + i)
@@ -102,7 +48,7 @@ def test_log_probabilities_are_those_of_the_trainer(
         assert request.logprobs == pytest.approx(scored.logprobs.tolist(), abs=1e-5)
 
 
-def test_a_row_gets_what_it_would_get_alone(client: Client, make_client: Callable[..., Client]) -> None:
+def test_a_row_gets_what_it_would_get_alone(client: Any, make_client: Callable[..., Any]) -> None:
     alone = [client.run(prompt, seed=i, count=4 + 3 * i).ids for i, prompt in enumerate(prompts(10))]
     crowd = make_client(max_batch=3, prefill_tokens=16)
     pending = [crowd.submit(prompt, seed=i, count=4 + 3 * i) for i, prompt in enumerate(prompts(10))]
@@ -113,7 +59,7 @@ def test_a_row_gets_what_it_would_get_alone(client: Client, make_client: Callabl
         assert request.admitted is not None
 
 
-def test_equal_prompts_are_prefilled_once_and_drawn_apart(client: Client) -> None:
+def test_equal_prompts_are_prefilled_once_and_drawn_apart(client: Any) -> None:
     client.decoder.pause("in_place").result(WAIT)
     pending = [client.submit(prompts(1)[0], seed=seed) for seed in range(4)]
     client.decoder.resume().result(WAIT)
@@ -122,7 +68,7 @@ def test_equal_prompts_are_prefilled_once_and_drawn_apart(client: Client) -> Non
     assert len({tuple(request.ids) for request, _ in pending}) > 1
 
 
-def test_the_stop_token_is_part_of_the_reply(client: Client) -> None:
+def test_the_stop_token_is_part_of_the_reply(client: Any) -> None:
     free = client.run(prompts(1)[0], seed=5)
     stop = free.ids[4]
     stopped = client.run(prompts(1)[0], seed=5, stops=[stop])
@@ -130,14 +76,14 @@ def test_the_stop_token_is_part_of_the_reply(client: Client) -> None:
     assert stopped.finish == {"type": "stop", "matched": stop}
 
 
-def test_a_reply_ends_at_the_context(make_client: Callable[..., Client]) -> None:
+def test_a_reply_ends_at_the_context(make_client: Callable[..., Any]) -> None:
     request = make_client(context_length=20).run(prompts(2)[1], count=100)
     assert len(request.prompt) + len(request.ids) == 20
     assert request.finish == {"type": "length", "length": len(request.ids)}
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
-def test_a_pause_loses_no_token(client: Client, mode: Any) -> None:
+def test_a_pause_loses_no_token(client: Any, mode: Any) -> None:
     prompt = prompts(2)[1]
     wanted = client.run(prompt, seed=3, count=60)
     request, done = client.submit(prompt, seed=3, count=60)
@@ -150,7 +96,7 @@ def test_a_pause_loses_no_token(client: Client, mode: Any) -> None:
     assert request.logprobs == pytest.approx(wanted.logprobs, abs=1e-4)
 
 
-def test_a_pause_by_abort_ends_what_runs_and_what_waits(make_client: Callable[..., Client]) -> None:
+def test_a_pause_by_abort_ends_what_runs_and_what_waits(make_client: Callable[..., Any]) -> None:
     client = make_client(max_batch=1)
     pending = [client.submit(prompts(1)[0], seed=seed, count=200) for seed in range(2)]
     client.decoder.pause("abort").result(WAIT)
@@ -162,9 +108,7 @@ def test_a_pause_by_abort_ends_what_runs_and_what_waits(make_client: Callable[..
         assert len(request.ids) == len(request.logprobs) == len(request.versions)
 
 
-def test_versions_change_with_the_weights_and_with_nothing_else(
-    client: Client, make_model: MakeModel
-) -> None:
+def test_versions_change_with_the_weights_and_with_nothing_else(client: Any, make_model: MakeModel) -> None:
     other = make_model(seed=7)
     prompt = prompts(1)[0]
     first, done_first = client.submit(prompt, seed=1, count=40, temperature=0.0)
@@ -181,9 +125,7 @@ def test_versions_change_with_the_weights_and_with_nothing_else(
     assert fresh.ids[0] == int(logits.argmax())
 
 
-def test_weights_that_do_not_fit_change_nothing(
-    client: Client, make_model: MakeModel, tmp_path: Path
-) -> None:
+def test_weights_that_do_not_fit_change_nothing(client: Any, make_model: MakeModel, tmp_path: Path) -> None:
     before = client.run(prompts(1)[0], temperature=0.0)
     for directory in (make_model(hidden_size=16), tmp_path):
         with pytest.raises(ValueError, match=r"do not fit|cannot be read"):
@@ -193,7 +135,7 @@ def test_weights_that_do_not_fit_change_nothing(
     assert client.decoder.version == "1"
 
 
-def test_an_abort_ends_what_matches_only(client: Client) -> None:
+def test_an_abort_ends_what_matches_only(client: Any) -> None:
     _, done_long = client.submit(prompts(1)[0], seed=1, count=200)
     other, done_other = client.submit(prompts(1)[0], seed=2, count=30)
     assert client.decoder.abort(lambda request: request.rid == "r1").result(WAIT) <= 1
@@ -203,12 +145,12 @@ def test_an_abort_ends_what_matches_only(client: Client) -> None:
     assert client.decoder.running == client.decoder.waiting == 0
 
 
-def test_a_dead_decode_thread_answers_everyone(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_decode_thread_answers_everyone(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("no memory left")
 
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
-    monkeypatch.setattr(client.decoder._batch, "admit", broken)
+    monkeypatch.setattr(client.decoder.model, "forward", broken)
     for _ in range(2):
         request, done = client.submit(prompts(1)[0])
         assert done.wait(WAIT)
@@ -218,7 +160,7 @@ def test_a_dead_decode_thread_answers_everyone(client: Client, monkeypatch: pyte
         client.decoder.pause("in_place").result(WAIT)
 
 
-def test_an_asker_that_is_gone_does_no_harm(client: Client) -> None:
+def test_an_asker_that_is_gone_does_no_harm(client: Any) -> None:
     """Such as a client that waited no longer for an engine that stood still."""
     stands_still = threading.Event()
     client.decoder._act(stands_still.wait)
@@ -228,7 +170,7 @@ def test_an_asker_that_is_gone_does_no_harm(client: Client) -> None:
     assert reply.finish == {"type": "length", "length": 3}
 
 
-def test_other_architectures_decode_alike(make_model: MakeModel, make_client: Callable[..., Client]) -> None:
+def test_other_architectures_decode_alike(make_model: MakeModel, make_client: Callable[..., Any]) -> None:
     sizes = {"head_dim": 16, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
     client = make_client(make_model(architecture="gemma3_text", **sizes))
     alone = [client.run(prompt, temperature=0.0, count=20).ids for prompt in prompts(4)]

@@ -1,6 +1,7 @@
 """The endpoints: SGLang's shapes out, sentences for what is wrong."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ async def test_an_answer_has_sglangs_shape(client: TestClient[Any, Any]) -> None
         ({"input_ids": [-1]}, "ids outside 0 to"),
         ({"input_ids": [5] * 256}, "256 tokens, the model's context 256"),
         ({"input_ids": [5] * 100_000}, "100000 tokens"),
-        ({"input_ids": PROMPT, "stream": True}, "does not stream"),
+        ({"input_ids": PROMPT, "extra_key": ["a"]}, "extra_key must be a string"),
         ({"input_ids": PROMPT, "sampling_params": [1]}, "sampling_params must be an object"),
         ({"input_ids": PROMPT, "sampling_params": {"temperature": -1}}, "temperature must be at least 0"),
         ({"input_ids": PROMPT, "sampling_params": {"temperature": "hot"}}, "temperature must be at least 0"),
@@ -108,6 +109,59 @@ async def test_a_malformed_request_is_answered_with_a_sentence(
     assert answer["success"] is False
     assert __import__("re").search(reason, answer["error"]["message"])
     assert (await get(client, "/health"))[0] == 200
+
+
+async def events(client: TestClient[Any, Any], body: Any) -> list[Any]:
+    async with client.post("/generate", json={**body, "stream": True}) as response:
+        assert response.status == 200
+        assert response.content_type == "text/event-stream"
+        *events, end = (await response.text()).split("\n\n")
+    assert end == ""
+    assert events.pop() == "data: [DONE]"
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+async def test_a_stream_tells_all_so_far_until_the_whole_answer(
+    client: TestClient[Any, Any], server: Server
+) -> None:
+    params = {"max_new_tokens": 30, "sampling_seed": 1}
+    body = {"rid": "a", "input_ids": PROMPT, "sampling_params": params, "return_logprob": True}
+    _, whole = await post(client, "/generate", body)
+    said = await events(client, body)
+    assert len(said) > 1
+    for event in said:
+        meta, count = event["meta_info"], len(event["output_ids"])
+        assert event["output_ids"] == whole["output_ids"][:count]
+        assert [row[1] for row in meta["output_token_logprobs"]] == event["output_ids"]
+        assert meta["completion_tokens"] == len(meta["weight_versions"]) == count
+        assert (meta["finish_reason"] is None) == (event is not said[-1])
+    assert parse_generation(said[-1]).token_ids == whole["output_ids"]
+    assert said[-1]["meta_info"]["cached_tokens"] == 3
+
+
+async def test_a_stream_that_fails_says_so(client: TestClient[Any, Any], server: Server) -> None:
+    for parameter in server.decoder.model.parameters():
+        parameter.data.fill_(float("nan"))
+    said = await events(client, {"input_ids": PROMPT, "return_logprob": True})
+    assert "give probabilities that are no numbers" in said[-1]["error"]["message"]
+    async with client.post("/generate", json={"stream": True}) as response:
+        assert response.status == 400
+
+
+async def test_a_reader_that_goes_away_frees_its_place(model_dir: Path) -> None:
+    arguments = ["--model", str(model_dir), "--port", "1", "--device", "cpu", "--context-length", "100000"]
+    server = build(vars(_parse(arguments)))
+    body = {"input_ids": PROMPT, "stream": True, "sampling_params": {"max_new_tokens": 90_000}}
+    body["sampling_params"]["ignore_eos"] = True
+    try:
+        async with TestClient(TestServer(server.app())) as client:
+            async with client.post("/generate", json=body) as response:
+                await response.content.readuntil(b"\n\n")
+                response.close()
+            while server.decoder.running:
+                await asyncio.sleep(0.01)
+    finally:
+        server.decoder.stop()
 
 
 @pytest.mark.parametrize("raw", ["{", "[1]", '"x"', "[" * 100_000], ids=["torn", "list", "text", "deep"])
@@ -211,11 +265,11 @@ async def test_a_caller_that_goes_away_frees_its_place(model_dir: Path) -> None:
 async def test_a_dead_decode_thread_is_unhealthy(
     client: TestClient[Any, Any], server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(requests: object) -> None:
+    def broken(**_: object) -> None:
         raise RuntimeError("no memory left")
 
     monkeypatch.setattr("threading.excepthook", lambda args: None)
-    monkeypatch.setattr(server.decoder._batch, "admit", broken)
+    monkeypatch.setattr(server.decoder.model, "forward", broken)
     status, answer = await post(client, "/generate", {"input_ids": PROMPT})
     assert status == 503
     assert "no memory left" in answer["message"]

@@ -41,8 +41,16 @@ class EngineConfig(Config):
     ] = 0.0
     max_batch: Annotated[PositiveInt, Field(description="sequences decoded together; others wait")] = 256
     prefill_tokens: Annotated[
-        PositiveInt, Field(description="tokens, padding included, of one prefill; a longer prompt goes alone")
-    ] = 8192
+        PositiveInt,
+        Field(description="tokens of prompts computed between two decoding steps; a longer prompt is cut"),
+    ] = 2048
+    prefix_cache_bytes: Annotated[
+        NonNegativeInt,
+        Field(
+            description="memory for keys and values of finished sequences, which later prompts that begin "
+            "alike need not compute; 0: none"
+        ),
+    ] = 512 * 1024**2
     context_length: Annotated[
         PositiveInt | None, Field(description="tokens of prompt and reply; default: the model's own")
     ] = None

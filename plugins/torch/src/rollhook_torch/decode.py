@@ -1,61 +1,36 @@
 """The decode loop: one thread that owns the model and generates for whoever waits.
 
-The batch is continuous: requests are admitted between iterations, finished rows leave at once. Rows are
-left-padded, with explicit positions, so that a row's numbers do not depend on its neighbours. Everything
-that is not generation (weights, pauses, aborts) is an action that runs between two iterations, which makes
-the weight version of every token exact.
+The batch is continuous: requests are admitted between iterations, finished rows leave at once. An iteration
+is one token for every row and a bounded piece of the prompts that wait. Everything that is not generation
+(weights, pauses, aborts) is an action that runs between two iterations, which makes the weight version of
+every token exact.
 """
 
 from __future__ import annotations
 
-import inspect
 import logging
-import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
-from rollhook_torch.sampling import Draw, sample
+from rollhook_torch.batch import Batch, Forward, Prefill, Prompt
+from rollhook_torch.prefix_cache import PrefixCache
+from rollhook_torch.request import Request
+from rollhook_torch.sampling import sample
 from rollhook_torch.weights import load_into
 
 logger = logging.getLogger(__name__)
 PauseMode = Literal["abort", "retract", "in_place"]
-
-
-@dataclass(eq=False)
-class Request:
-    """One sequence on its way. `done` is called on the decode thread once `finish` is set."""
-
-    rid: str
-    prompt: Sequence[int]
-    temperature: float
-    top_p: float
-    top_k: int
-    max_new_tokens: int
-    stops: frozenset[int]
-    random: random.Random
-    done: Callable[[Request], None]
-    submitted: float = field(default_factory=time.perf_counter)
-    admitted: float | None = None
-    cached_tokens: int = 0
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[str] = field(default_factory=list)
-    finish: dict[str, Any] | None = None
-
-    @property
-    def draw(self) -> Draw:
-        """How the next token is drawn; takes one number from the row's own generator."""
-        return Draw(self.temperature, self.top_p, self.top_k, self.random.random())
+#: prompts run together while their new tokens differ by at most this factor, or are fewer than SHORT
+SIMILAR, SHORT = 2, 16
 
 
 @dataclass
@@ -64,114 +39,24 @@ class Counts:
 
     generated_tokens: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     requests: int = 0
     iterations: int = 0
     busy_seconds: float = 0.0
-
-
-class Batch:
-    """The rows that are being decoded: their cache, mask and newest tokens, all left-padded alike."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        # renamed in transformers 5.2x; the old name warns
-        names = inspect.signature(model.forward).parameters
-        self._cache_name = "cache" if "cache" in names else "past_key_values"
-        self.rows: list[Request] = []
-        self._cache = DynamicCache()
-        self._mask = torch.zeros(0, 0, dtype=torch.long)
-        self._newest = torch.zeros(0, dtype=torch.long)
-
-    def admit(self, requests: Sequence[Request]) -> Tensor:
-        """Prefill requests and join them to the rows; return logits [n, V] of their next tokens.
-
-        Equal prompts are computed once. Tokens that a retracted request has generated belong to its prompt.
-        """
-        prompts = [(*r.prompt, *r.ids) for r in requests]
-        unique = list(dict.fromkeys(prompts))
-        seen: set[tuple[int, ...]] = set()
-        for request, prompt in zip(requests, prompts, strict=True):
-            request.cached_tokens = len(prompt) if prompt in seen else 0
-            seen.add(prompt)
-        width = max(map(len, unique))
-        device = self._model.device
-        ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in unique], device=device)
-        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in unique], device=device)
-        cache = DynamicCache()
-        logits = self._forward(ids, mask, cache)
-        pick = torch.tensor([unique.index(p) for p in prompts], device=device)
-        self._join(cache, mask, pick)
-        self.rows.extend(requests)
-        return logits[pick]
-
-    def advance(self) -> Tensor:
-        """Run the newest tokens of all rows through the model; return logits [B, V]."""
-        self._mask = torch.nn.functional.pad(self._mask, (0, 1), value=1)
-        return self._forward(self._newest[:, None], self._mask, self._cache)
-
-    def append(self, ids: Tensor) -> None:
-        """Set the newest token of the rows at the end that have none yet."""
-        self._newest = torch.cat([self._newest.to(ids.device), ids])
-
-    def replace(self, ids: Tensor) -> None:
-        """Set the newest token of every row."""
-        self._newest = ids
-
-    def keep(self, rows: Sequence[int]) -> None:
-        """Drop all rows but these, and the padding that only they needed."""
-        self.rows = [self.rows[i] for i in rows]
-        if not rows:
-            self.clear()
-            return
-        pick = torch.tensor(rows, device=self._mask.device)
-        self._mask = self._mask[pick]
-        self._newest = self._newest[pick]
-        empty = int(self._mask.argmax(1).min())
-        self._mask = self._mask[:, empty:]
-        for layer in self._cache.layers:
-            layer.keys = layer.keys[pick, :, empty:]
-            layer.values = layer.values[pick, :, empty:]
-
-    def clear(self) -> None:
-        """Drop everything."""
-        self.rows = []
-        self._cache = DynamicCache()
-        self._mask = torch.zeros(0, 0, dtype=torch.long)
-        self._newest = torch.zeros(0, dtype=torch.long)
-
-    def _forward(self, ids: Tensor, mask: Tensor, cache: DynamicCache) -> Tensor:
-        positions = (mask.cumsum(1) - 1).clamp_(min=0)[:, -ids.shape[1] :]
-        output = self._model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=positions,
-            use_cache=True,
-            logits_to_keep=1,
-            **{self._cache_name: cache},
-        )
-        logits: Tensor = output.logits[:, -1]
-        return logits
-
-    def _join(self, cache: DynamicCache, mask: Tensor, pick: Tensor) -> None:
-        """Append rows `pick` of a prefill, padding the shorter of the two on the left."""
-        mask = mask[pick]
-        if not self.rows:
-            self._cache, self._mask = cache, mask
-            for layer in cache.layers:
-                layer.keys, layer.values = layer.keys[pick], layer.values[pick]
-            return
-        width = max(self._mask.shape[1], mask.shape[1])
-        self._mask = torch.cat([_pad(self._mask, width, 1), _pad(mask, width, 1)])
-        for old, new in zip(self._cache.layers, cache.layers, strict=True):
-            old.keys = torch.cat([_pad(old.keys, width, 2), _pad(new.keys[pick], width, 2)])
-            old.values = torch.cat([_pad(old.values, width, 2), _pad(new.values[pick], width, 2)])
 
 
 class Decoder:
     """The thread. All methods may be called from any other thread."""
 
     def __init__(
-        self, model: Any, version: str, *, context_length: int, max_batch: int, prefill_tokens: int
+        self,
+        model: Any,
+        version: str,
+        *,
+        context_length: int,
+        max_batch: int,
+        prefill_tokens: int,
+        prefix_cache_bytes: int,
     ) -> None:
         self.model = model
         self.version = version
@@ -180,7 +65,10 @@ class Decoder:
         self.error: BaseException | None = None
         self._max_batch = max_batch
         self._prefill_tokens = prefill_tokens
-        self._batch = Batch(model)
+        self.prefixes = PrefixCache(prefix_cache_bytes)
+        self._forward = Forward(model)
+        self._batch = Batch(self._forward, max_batch)
+        self._prefill: Prefill | None = None
         self._waiting: deque[Request] = deque()
         self._live: set[Request] = set()
         self._actions: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
@@ -192,8 +80,8 @@ class Decoder:
 
     @property
     def running(self) -> int:
-        """Sequences being decoded."""
-        return len(self._batch.rows)
+        """Sequences that are decoded, or whose prompt is being computed."""
+        return len(self._running())
 
     @property
     def waiting(self) -> int:
@@ -219,15 +107,16 @@ class Decoder:
         return self._act(lambda: self._abort(match))
 
     def pause(self, mode: PauseMode) -> Future[None]:
-        """Stop: `abort` ends what is under way, `retract` prefills it anew later, `in_place` keeps it."""
+        """Stop: `abort` ends what is under way, `retract` computes it anew later, `in_place` keeps it."""
 
         def act() -> None:
             self._paused = True
             if mode == "abort":
                 self._abort(lambda request: True)
             if mode == "retract":
-                self._waiting.extendleft(reversed(self._batch.rows))
+                self._waiting.extendleft(reversed(self._running()))
                 self._batch.clear()
+                self._prefill = None
 
         return self._act(act)
 
@@ -242,12 +131,30 @@ class Decoder:
     def load(self, directory: Path, version: str | None) -> Future[None]:
         """Load weights between two iterations; tokens drawn after it carry the new version.
 
+        Rows under way go on with the keys and values that they have; nobody else gets those.
         The future raises ValueError when they do not fit, and nothing has changed then.
         """
 
         def act() -> None:
             load_into(self.model, directory)
             self.version = version if version is not None else self.version
+            self.prefixes.clear()
+            for request in self._batch.rows:
+                request.one_version = False
+            if self._prefill is not None:
+                self._waiting.extendleft(reversed(self._prefill.requests))
+                self._prefill = None
+
+        return self._act(act)
+
+    def flush(self) -> Future[bool]:
+        """Drop all prefixes; the future holds False, and nothing happens, while there are requests."""
+
+        def act() -> bool:
+            if self._waiting or self._running():
+                return False
+            self.prefixes.clear()
+            return True
 
         return self._act(act)
 
@@ -269,13 +176,13 @@ class Decoder:
 
     def _run(self) -> None:
         try:
-            while self._wait():
-                self._do_actions()
-                if not self._paused:
-                    started = time.perf_counter()
-                    with torch.inference_mode():
+            with torch.inference_mode():
+                while self._wait():
+                    self._do_actions()
+                    if not self._paused:
+                        started = time.perf_counter()
                         self._iterate()
-                    self.counts.busy_seconds += time.perf_counter() - started
+                        self.counts.busy_seconds += time.perf_counter() - started
         except BaseException as error:
             self.error = error
             logger.exception("the decode thread died")
@@ -289,7 +196,7 @@ class Decoder:
                 lambda: (
                     self._stopping
                     or self._actions
-                    or (not self._paused and (self._waiting or self._batch.rows))
+                    or (not self._paused and (self._waiting or self._running()))
                 )
             )
             return not self._stopping
@@ -307,33 +214,67 @@ class Decoder:
     def _iterate(self) -> None:
         if self._batch.rows:
             ids, logprobs = sample(self._batch.advance(), [r.draw for r in self._batch.rows])
-            self._batch.replace(ids)
+            self._batch.newest(ids)
             self._record(self._batch.rows, ids, logprobs)
-            self._release(lambda request: request.finish is not None)
-        for requests in self._admissions():
-            ids, logprobs = sample(self._batch.admit(requests), [r.draw for r in requests])
-            self._batch.append(ids)
-            self._record(requests, ids, logprobs)
-        self._release(lambda request: request.finish is not None)
+            self._release()
+        tokens = self._prefill_tokens
+        while tokens > 0 and (self._prefill or self._admit()):
+            tokens -= self._compute(tokens)
         self.counts.iterations += 1
 
-    def _admissions(self) -> Iterable[list[Request]]:
-        """Take waiting requests while there is room, in portions of similar length that fit one prefill."""
+    def _admit(self) -> bool:
+        """Take waiting requests whose prompts are computed together, the first and such as are like it."""
         room = self._max_batch - len(self._batch.rows)
-        taken = [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
+        prompts: dict[tuple[str, tuple[int, ...]], Prompt] = {}
+        new: list[int] = []
+        for request in list(self._waiting)[:room]:
+            namespace = request.extra_key or f"weight-version:{self.version}"
+            key = (namespace, request.sequence)
+            if key not in prompts:
+                prompt = Prompt(key[1], namespace, [], *self.prefixes.match(*key))
+                counts = [*new, prompt.new]
+                if new and (
+                    max(counts) > max(SIMILAR * min(counts), SHORT)
+                    or max(counts) * len(counts) > self._prefill_tokens
+                ):
+                    continue
+                prompts[key], new = prompt, counts
+            prompts[key].requests.append(request)
+        if not prompts:
+            return False
+        self._prefill = Prefill(self._forward, list(prompts.values()))
         now = time.perf_counter()
-        portion: list[Request] = []
-        for request in sorted(taken, key=lambda r: len(r.prompt) + len(r.ids)):
-            if request.admitted is None:
-                request.admitted = now
-                self.counts.prompt_tokens += len(request.prompt)
-            width = len(request.prompt) + len(request.ids)
-            if portion and width * (len(portion) + 1) > self._prefill_tokens:
-                yield portion
-                portion = []
-            portion.append(request)
-        if portion:
-            yield portion
+        for prompt in self._prefill.prompts:
+            for place, request in enumerate(prompt.requests):
+                self._waiting.remove(request)
+                request.one_version = True
+                if request.admitted is None:
+                    request.admitted = now
+                    request.cached_tokens = len(prompt.ids) if place else prompt.held
+                    self.counts.prompt_tokens += len(request.prompt)
+                    self.counts.cached_tokens += request.cached_tokens
+        return True
+
+    def _compute(self, tokens: int) -> int:
+        """Compute a piece of the prompts, and after the last their first tokens; return its tokens."""
+        prefill = self._prefill
+        assert prefill is not None
+        count, logits = prefill.step(tokens)
+        if logits is not None:
+            self._prefill = None
+            for index, prompt in enumerate(prefill.prompts):
+                self.prefixes.insert(prompt.namespace, prompt.ids, prefill.tensors(index))
+            requests = prefill.requests
+            rows = torch.tensor(prefill.places, device=logits.device)
+            ids, logprobs = sample(logits[rows], [r.draw for r in requests])
+            self._record(requests, ids, logprobs)
+            going = [i for i, request in enumerate(requests) if request.finish is None]
+            if going:
+                self._batch.join(prefill, rows[going], [requests[i] for i in going], ids[going])
+            for request in requests:
+                if request.finish is not None:
+                    self._finish(request)
+        return count
 
     def _record(self, rows: Sequence[Request], ids: Tensor, logprobs: Tensor) -> None:
         self.counts.generated_tokens += len(rows)
@@ -347,15 +288,21 @@ class Decoder:
                 len(request.prompt) + len(request.ids) >= self.context_length
             ):
                 request.finish = {"type": "length", "length": len(request.ids)}
+            if request.progress is not None:
+                request.progress(request)
 
     def _abort(self, match: Callable[[Request], bool]) -> int:
-        chosen = [r for r in [*self._waiting, *self._batch.rows] if match(r)]
+        chosen = [r for r in [*self._waiting, *self._running()] if match(r)]
         for request in chosen:
             request.finish = {"type": "abort", "message": "aborted"}
             if request in self._waiting:
                 self._waiting.remove(request)
                 self._finish(request)
-        self._release(lambda request: request.finish is not None)
+        if self._prefill is not None:
+            for request in self._prefill.forget_finished():
+                self._finish(request)
+            self._prefill = self._prefill if self._prefill.requests else None
+        self._release()
         return len(chosen)
 
     def _fail(self) -> None:
@@ -371,12 +318,19 @@ class Decoder:
             if future.set_running_or_notify_cancel():
                 future.set_exception(RuntimeError(f"the decode thread died: {self.error}"))
 
-    def _release(self, finished: Callable[[Request], bool]) -> None:
-        rows = self._batch.rows
-        if not any(map(finished, rows)):
-            return
-        self._batch.keep([i for i, request in enumerate(rows) if not finished(request)])
-        for request in filter(finished, rows):
+    def _running(self) -> list[Request]:
+        return self._batch.rows + (self._prefill.requests if self._prefill is not None else [])
+
+    def _release(self) -> None:
+        """Let the finished rows go, and hold what they have computed."""
+        finished = [i for i, request in enumerate(self._batch.rows) if request.finish is not None]
+        requests = [self._batch.rows[i] for i in finished]
+        for row, request in zip(finished, requests, strict=True):
+            if request.one_version:
+                namespace = request.extra_key or f"weight-version:{self.version}"
+                self.prefixes.insert(namespace, request.sequence[:-1], self._batch.tensors(row))
+        self._batch.drop(finished)
+        for request in requests:
             self._finish(request)
 
     def _finish(self, request: Request) -> None:
@@ -384,13 +338,3 @@ class Decoder:
         with self._wake:
             self._live.discard(request)
         request.done(request)
-
-
-def _pad(tensor: Tensor, width: int, dim: int) -> Tensor:
-    """Return `tensor` with zeros in front of dimension `dim` up to `width`."""
-    missing = width - tensor.shape[dim]
-    if not missing:
-        return tensor
-    shape = list(tensor.shape)
-    shape[dim] = missing
-    return torch.cat([tensor.new_zeros(shape), tensor], dim)

@@ -126,6 +126,7 @@ class TransformersEngine(Engine):
         argv += ["--host", config.host, "--port", str(port), "--weight-version", str(weight_version)]
         argv += ["--threads", str(threads), "--dtype", config.dtype, "--device", config.device]
         argv += ["--max-batch", str(config.max_batch), "--prefill-tokens", str(config.prefill_tokens)]
+        argv += ["--prefix-cache-bytes", str(config.prefix_cache_bytes)]
         if config.context_length is not None:
             argv += ["--context-length", str(config.context_length)]
         return argv

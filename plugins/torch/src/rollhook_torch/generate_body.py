@@ -1,10 +1,14 @@
-"""What a body of `/generate` asks for; everything that is wrong with it is said in a sentence."""
+"""What a body of `/generate` asks for, and its answer; all that is wrong with it is said in a sentence."""
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rollhook_torch.request import Request
 
 #: a temperature below it is greedy, as SGLang has it
 GREEDY_BELOW = 1e-6
@@ -39,8 +43,6 @@ class BadRequestError(ValueError):
 
 def prompt_ids(body: Mapping[str, Any], vocab_size: int) -> list[int]:
     """Return the prompt. Raises BadRequestError."""
-    if body.get("stream"):
-        raise BadRequestError("this server does not stream; leave `stream` out")
     ids = body.get("input_ids")
     if ids is None:
         raise BadRequestError("input_ids is missing: this server takes token ids, not text")
@@ -49,6 +51,14 @@ def prompt_ids(body: Mapping[str, Any], vocab_size: int) -> list[int]:
     if min(ids) < 0 or max(ids) >= vocab_size:
         raise BadRequestError(f"input_ids holds ids outside 0 to {vocab_size - 1}")
     return ids
+
+
+def extra_key(body: Mapping[str, Any]) -> str | None:
+    """Return the namespace of the prefixes that a request may share. Raises BadRequestError."""
+    key = body.get("extra_key")
+    if key is not None and not isinstance(key, str):
+        raise BadRequestError(f"extra_key must be a string, not {str(key)[:40]}")
+    return key
 
 
 def parameters(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,6 +88,31 @@ def parameters(body: Mapping[str, Any]) -> dict[str, Any]:
         "sampling_seed": seed,
         "ignore_eos": bool(given.get("ignore_eos", False)),
     }
+
+
+def answer(row: Request, body: Mapping[str, Any], version: str, *, finished: bool = True) -> dict[str, Any]:
+    """Return SGLang's answer with all tokens so far; `version` is that of the weights now.
+
+    `row` may be generated on meanwhile, on another thread, unless it has finished.
+    """
+    now = time.perf_counter()
+    count = len(row.versions)  # written last of a token: so many are complete
+    ids, versions = row.ids[:count], row.versions[:count]
+    meta: dict[str, Any] = {
+        "id": row.rid,
+        "finish_reason": row.finish if finished else None,
+        "prompt_tokens": len(row.prompt),
+        "completion_tokens": count,
+        "cached_tokens": row.cached_tokens,
+        "weight_version": versions[-1] if versions else version,
+        "weight_versions": versions,
+        "e2e_latency": now - row.submitted,
+        "queue_time": (row.admitted or now) - row.submitted,
+    }
+    if body.get("return_logprob"):
+        logprobs = row.logprobs[:count]
+        meta["output_token_logprobs"] = [[p, i, None] for p, i in zip(logprobs, ids, strict=True)]
+    return {"text": "", "output_ids": ids, "meta_info": meta}
 
 
 def _number(

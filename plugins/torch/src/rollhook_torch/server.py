@@ -1,8 +1,9 @@
 """The engine's server process: SGLang's endpoints over one decode thread.
 
 `python -m rollhook_torch.server --model DIR --port PORT`. Requests and answers follow SGLang's: token ids
-in (`input_ids`), ids and log-probabilities out, the stop token included. Beside `weight_version`,
-`meta_info.weight_versions` holds the version of every token.
+in (`input_ids`), ids and log-probabilities out, the stop token included; with `stream`, server-sent events
+of which each holds all so far. Beside `weight_version`, `meta_info.weight_versions` holds the version of
+every token.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import functools
 import json
 import math
 import random
@@ -24,10 +24,11 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from rollhook_torch import quiet
-from rollhook_torch.generate_body import BadRequestError, parameters, prompt_ids
+from rollhook_torch.generate_body import BadRequestError, answer, extra_key, parameters, prompt_ids
 
 if TYPE_CHECKING:
-    from rollhook_torch.decode import Decoder, Request
+    from rollhook_torch.decode import Decoder
+    from rollhook_torch.request import Request
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 PAUSE_MODES = ("abort", "retract", "in_place")
@@ -72,22 +73,49 @@ class Server:
             app.router.add_post(path, handler)
         return app
 
-    async def generate(self, request: web.Request) -> web.Response:
+    async def generate(self, request: web.Request) -> web.StreamResponse:
         """Generate for one sequence; a caller that goes away ends its request."""
         body = await _body(request)
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        row = self._row(body, future)
+        changed = asyncio.Event()
+        row = self._row(body, changed)
         self.decoder.submit(row)
         try:
-            await future
-        except asyncio.CancelledError:
-            self.decoder.abort(lambda other: other is row)
-            raise
+            if body.get("stream"):
+                return await self._stream(request, body, row, changed)
+            while row.finish is None:
+                await _next(changed)
+        finally:
+            if row.finish is None:
+                self.decoder.abort(lambda other: other is row)
+        if (failure := self._failure(row)) is not None:
+            return _error(*failure)
+        return _json(answer(row, body, self.decoder.version))
+
+    async def _stream(
+        self, request: web.Request, body: Mapping[str, Any], row: Request, changed: asyncio.Event
+    ) -> web.StreamResponse:
+        """Send what there is whenever there is more; an event of its own tells of a failure."""
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        with contextlib.suppress(ConnectionError):
+            finished = False
+            while not finished:
+                await _next(changed)
+                finished = row.finish is not None
+                event = answer(row, body, self.decoder.version, finished=finished)
+                if (failure := self._failure(row)) is not None:
+                    event, finished = {"error": {"message": failure[1]}}, True
+                await response.write(b"data: " + _dumps(event).encode() + b"\n\n")
+            await response.write(b"data: [DONE]\n\n")
+        return response
+
+    def _failure(self, row: Request) -> tuple[int, str] | None:
+        """Return status and reason where what was generated is of no use."""
         if self.decoder.error is not None:
-            return _error(503, f"the decode thread died: {self.decoder.error}")
+            return 503, f"the decode thread died: {self.decoder.error}"
         if not all(map(math.isfinite, row.logprobs)):
-            return _error(500, f"the weights in {self.model_path} give probabilities that are no numbers")
-        return _json(self._answer(row, bool(body.get("return_logprob", False))))
+            return 500, f"the weights in {self.model_path} give probabilities that are no numbers"
+        return None
 
     async def health(self, request: web.Request) -> web.Response:
         """Answer 200 while the decode thread lives."""
@@ -99,11 +127,11 @@ class Server:
         """Answer 200 when one token could be generated."""
         if self.decoder.paused:
             return _error(503, "generation is paused")
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        row = self._row({"input_ids": [0], "sampling_params": {"max_new_tokens": 1}}, future)
+        changed = asyncio.Event()
+        row = self._row({"input_ids": [0], "sampling_params": {"max_new_tokens": 1}}, changed)
         self.decoder.submit(row)
         try:
-            await asyncio.wait_for(future, HEALTH_SECONDS)
+            await asyncio.wait_for(changed.wait(), HEALTH_SECONDS)
         except TimeoutError:
             self.decoder.abort(lambda other: other is row)
             return _error(503, f"no token within {HEALTH_SECONDS:g} s")
@@ -175,10 +203,10 @@ class Server:
         return _json({"success": True, "message": "weights updated", "num_paused_requests": 0})
 
     async def flush_cache(self, request: web.Request) -> web.Response:
-        """There is no cache beyond the running requests; refused while there are any, as SGLang does."""
-        if self.decoder.running or self.decoder.waiting:
+        """Drop the prefixes; refused while requests run or wait, as SGLang does."""
+        if not await asyncio.wrap_future(self.decoder.flush()):
             return _error(400, "requests are running or waiting")
-        return _json({"success": True, "message": "nothing is cached"})
+        return _json({"success": True, "message": "the prefixes are dropped"})
 
     async def abort(self, request: web.Request) -> web.Response:
         """End one request by id (or by the beginning of it, `prefix`), or all."""
@@ -203,8 +231,10 @@ class Server:
             "sglang:num_queue_reqs": self.decoder.waiting,
             "sglang:generation_tokens_total": counts.generated_tokens,
             "sglang:prompt_tokens_total": counts.prompt_tokens,
+            "sglang:cached_tokens_total": counts.cached_tokens,
             "sglang:num_requests_total": counts.requests,
             "rollhook:decode_busy_seconds_total": round(counts.busy_seconds, 6),
+            "rollhook:prefix_cache_bytes": self.decoder.prefixes.size,
         }
         lines = [
             f"# TYPE {k} {'counter' if k.endswith('_total') else 'gauge'}\n{k} {v}\n"
@@ -212,8 +242,9 @@ class Server:
         ]
         return web.Response(text="".join(lines), content_type="text/plain")
 
-    def _row(self, body: Mapping[str, Any], future: asyncio.Future[None]) -> Request:
-        from rollhook_torch.decode import Request
+    def _row(self, body: Mapping[str, Any], changed: asyncio.Event) -> Request:
+        """Return a request that sets `changed` when it ends, and at each token where it streams."""
+        from rollhook_torch.request import Request
 
         prompt = prompt_ids(body, self._vocab_size)
         context = self.decoder.context_length
@@ -223,14 +254,11 @@ class Server:
             )
         params = parameters(body)
         stops = frozenset(params["stop_token_ids"]) | (frozenset() if params["ignore_eos"] else self._eos)
-        loop = future.get_loop()
+        loop = asyncio.get_running_loop()
 
-        def resolve() -> None:
-            if not future.done():
-                future.set_result(None)
-
-        def done(row: Request) -> None:
-            loop.call_soon_threadsafe(resolve)
+        def tell(row: Request) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and everybody with it
+                loop.call_soon_threadsafe(changed.set)
 
         seed = params["sampling_seed"]
         return Request(
@@ -242,26 +270,15 @@ class Server:
             max_new_tokens=params["max_new_tokens"],
             stops=stops,
             random=random.Random(seed),  # noqa: S311 - sampling, not secrecy
-            done=done,
+            done=tell,
+            progress=tell if body.get("stream") else None,
+            extra_key=extra_key(body),
         )
 
-    def _answer(self, row: Request, with_logprobs: bool) -> dict[str, Any]:
-        now = time.perf_counter()
-        admitted = row.admitted if row.admitted is not None else now
-        meta: dict[str, Any] = {
-            "id": row.rid,
-            "finish_reason": row.finish,
-            "prompt_tokens": len(row.prompt),
-            "completion_tokens": len(row.ids),
-            "cached_tokens": row.cached_tokens,
-            "weight_version": row.versions[-1] if row.versions else self.decoder.version,
-            "weight_versions": row.versions,
-            "e2e_latency": now - row.submitted,
-            "queue_time": admitted - row.submitted,
-        }
-        if with_logprobs:
-            meta["output_token_logprobs"] = [[p, i, None] for p, i in zip(row.logprobs, row.ids, strict=True)]
-        return {"text": "", "output_ids": row.ids, "meta_info": meta}
+
+async def _next(changed: asyncio.Event) -> None:
+    await changed.wait()
+    changed.clear()
 
 
 async def _body(request: web.Request) -> dict[str, Any]:
@@ -290,7 +307,11 @@ def _error(status: int, message: str) -> web.Response:
 
 
 def _json(value: object, status: int = 200) -> web.Response:
-    return web.json_response(value, status=status, dumps=functools.partial(json.dumps, separators=(",", ":")))
+    return web.json_response(value, status=status, dumps=_dumps)
+
+
+def _dumps(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -329,6 +350,7 @@ def build(arguments: Mapping[str, Any]) -> Server:
         context_length=arguments["context_length"] or own,
         max_batch=arguments["max_batch"],
         prefill_tokens=arguments["prefill_tokens"],
+        prefix_cache_bytes=arguments["prefix_cache_bytes"],
     )
     return Server(decoder, arguments, stop_ids(model), model.get_input_embeddings().weight.shape[0])
 
@@ -352,7 +374,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--device", default="auto")
     parser.add_argument("--max-batch", type=int, default=256)
-    parser.add_argument("--prefill-tokens", type=int, default=8192)
+    parser.add_argument("--prefill-tokens", type=int, default=2048)
+    parser.add_argument("--prefix-cache-bytes", type=int, default=512 * 1024**2)
     parser.add_argument("--context-length", type=int, default=None)
     return parser.parse_args(argv)
 
