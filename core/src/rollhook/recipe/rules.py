@@ -384,5 +384,5 @@ _RULES: list[Callable[[Composition], Iterator[Problem]]] = [
     launcher,
     lists,
     sandbox_isolation,
-]
     parsers,
+]
