@@ -135,6 +135,17 @@ class Model(_Section):
     chat_template: Annotated[
         str | None, Field(description="path of a Jinja template; default: the tokenizer's")
     ] = None
+    chat_template_kwargs: Annotated[
+        dict[str, Any], Field(description="variables for the chat template, such as enable_thinking")
+    ] = Field(default_factory=dict)
+    tool_parser: Annotated[
+        str,
+        Field(description="form of tool calls, by name (docs/tokens.md); auto: as the chat template shows"),
+    ] = "auto"
+    reasoning_parser: Annotated[
+        str,
+        Field(description="marks of reasoning, by name; auto: as the chat template shows; none: not parsed"),
+    ] = "auto"
     context_length: Annotated[PositiveInt | None, Field(description="tokens; default: the model's")] = None
 
 
@@ -184,17 +195,6 @@ class Rollout(_Section):
     ] = "uniform"
     draw_floor: Annotated[float, Field(gt=0, le=1, description="floor of the learnable draw")] = 0.1
     workers: Annotated[PositiveInt, Field(description="rollout worker processes")] = 1
-    chat_template_kwargs: Annotated[
-        dict[str, Any], Field(description="variables for the chat template, such as enable_thinking")
-    ] = Field(default_factory=dict)
-    tool_parser: Annotated[
-        str,
-        Field(description="form of tool calls, by name (docs/tokens.md); auto: as the chat template shows"),
-    ] = "auto"
-    reasoning_parser: Annotated[
-        str,
-        Field(description="marks of reasoning, by name; auto: as the chat template shows; none: not parsed"),
-    ] = "auto"
     sampling: Annotated[Sampling, Field(description="how training episodes are sampled")] = Sampling()
     permute_rewards: Annotated[
         bool, Field(description="control experiment: permute rewards within each batch")
