@@ -11,6 +11,7 @@ from rollhook.component import Config
 from rollhook.engine.client import EngineClient
 from rollhook.engine.ranks import expand
 from rollhook.errors import EngineError
+from rollhook.metric_names import unlisted
 from rollhook.router import RouterPolicy, Worker, WorkerLoad
 from rollhook.session import Renderer
 from rollhook.session.breaker import Breaker, is_fault
@@ -524,6 +525,7 @@ async def test_the_figures_tell_how_even_the_routing_is_and_how_often_sessions_s
         history = [USER, reply.message, NEXT]
         reply = await first.chat(history)
         figures = policy.fleet.stats.take()
+        assert unlisted(figures) == set()
         assert figures["router/stickiness"] == 1.0
         assert figures["router/session_imbalance"] == 1.0
         assert figures["router/retries"] == 0

@@ -212,6 +212,7 @@ async def test_an_engine_is_routed_to_by_rank_with_the_health_and_breaker_of_the
         await rollouts.start(LocalPlacement(), directory, 1)
         policy = next(iter(rollouts.held_out()))[1].policy
         assert [worker.dp_rank for worker in policy.table.workers] == [0, 1, 2]
+        assert rollouts.router_stats()["router/workers"] == 3
         parts.engine.engines[0].healthy = False
         await policy.fleet.health.probe()
         assert policy.table.offered() == []

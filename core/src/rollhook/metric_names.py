@@ -142,6 +142,41 @@ SECTIONS = (
         ),
     ),
     Section(
+        "Routing",
+        "each step of a run that trains on episodes; over the time since the step before, where not `now`",
+        (
+            Metric("router/workers", "workers", "engine workers now: engines, or their data-parallel ranks"),
+            Metric(
+                "router/offered", "workers", "those that get requests now: healthy, at the current weights"
+            ),
+            Metric("router/retries", "tries", "further tries of turns whose worker failed"),
+            Metric("router/breaker_openings", "openings", "circuit breakers that opened"),
+            Metric(
+                "router/session_imbalance",
+                "1..workers",
+                "open sessions of the fullest worker over the mean, averaged over turns",
+                "several workers served a turn",
+            ),
+            Metric(
+                "router/token_imbalance",
+                "1..workers",
+                "tokens in flight at the busiest worker over the mean, averaged over turns",
+                "several workers served a turn",
+            ),
+            Metric(
+                "router/stickiness",
+                "0..1",
+                "share of turns, but for each session's first, on the worker of the turn before",
+                "there was such a turn",
+            ),
+            Metric(
+                "router/tokens_in_flight/<worker>",
+                "tokens",
+                "prompts and room for replies now at a worker: `2` is the third engine, `2.1` a rank of it",
+            ),
+        ),
+    ),
+    Section(
         "Sandboxes",
         "each step of a run with sandboxes; counts and seconds since the attempt began",
         (

@@ -310,6 +310,7 @@ class Driver:
         metrics["time/update"] = time.monotonic() - began
         metrics["weights/version"] = float(self._version)
         metrics.update(rollouts.sandbox_stats())
+        metrics.update(rollouts.router_stats())
         return metrics
 
     async def _commit(

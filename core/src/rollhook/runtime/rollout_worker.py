@@ -132,6 +132,10 @@ class RolloutWorker:
         """Return the pool's counts, as metrics."""
         return self._pool.stats() if self._pool is not None else {}
 
+    def router_stats(self) -> dict[str, float]:
+        """Return the routing's figures since this was called last, as metrics."""
+        return self.policy.fleet.stats.take() if self.policy is not None else {}
+
     async def aclose(self) -> None:
         """Close sessions, their HTTP face, and the agent; safe to call twice."""
         await self._stack.aclose()

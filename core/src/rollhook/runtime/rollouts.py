@@ -243,6 +243,10 @@ class Rollouts:
         """Return the pool's counts, as metrics."""
         return self._rollout.sandbox_stats()
 
+    def router_stats(self) -> dict[str, float]:
+        """Return the routing's figures since this was called last, as metrics."""
+        return self._rollout.router_stats()
+
     async def aclose(self) -> None:
         """Release everything: engines, sandboxes, environments."""
         await self._stack.aclose()
