@@ -247,6 +247,11 @@ class _Resident:
             return Failure.of(error, f"{self._name}.{method}")
 
 
+def node_address() -> str:
+    """Return the address of this node, called on it: where other nodes of the cluster reach it."""
+    return str(_ray().util.get_node_ip_address())
+
+
 def tail(log: Path, size: int = 2000) -> str:
     """Return the last `size` bytes of a log as text, empty where there is none."""
     try:

@@ -9,7 +9,7 @@ import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rollhook.errors import RollhookError
 
@@ -89,19 +89,29 @@ class RemoteProcess:
 
     async def pid(self) -> int:
         """Return its process id."""
+        return int(await self._ask("pid"))
+
+    async def host(self) -> str:
+        """Return the address of its node."""
+        return str(await self._ask("host"))
+
+    async def _ask(self, method: str) -> Any:
         if self._remote is None:
             raise RollhookError(f"{self._place[0]} was stopped")
-        return int(await self._remote.call("pid"))
+        return await self._remote.call(method)
 
 
 class ChildProcess:
     """A program in a session of its own that dies with this process."""
 
     def __init__(self, argv: Sequence[str], env: Mapping[str, str], log: str) -> None:
+        from rollhook.cluster import node_address
+
         Path(log).parent.mkdir(parents=True, exist_ok=True)
+        self._host = node_address()
         with open(log, "ab") as output:
             self._child = subprocess.Popen(
-                argv,
+                [argument.replace("{host}", self._host) for argument in argv],
                 env=os.environ | env,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -113,6 +123,10 @@ class ChildProcess:
     def pid(self) -> int:
         """Return its process id."""
         return self._child.pid
+
+    def host(self) -> str:
+        """Return the address of this node."""
+        return self._host
 
     def alive(self) -> bool:
         """Return whether it runs."""

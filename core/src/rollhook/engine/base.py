@@ -73,6 +73,9 @@ class Process(Protocol):
     async def alive(self) -> bool:
         """Return whether it runs."""
 
+    async def host(self) -> str:
+        """Return the address of the node that it runs on."""
+
 
 class Placement(Protocol):
     """Where an engine may start processes; supplied by `rollhook.cluster` (Ray) or by a test."""
@@ -80,7 +83,10 @@ class Placement(Protocol):
     async def start_process(
         self, name: str, argv: Sequence[str], *, env: Mapping[str, str], log: Path, gpus: float = 0
     ) -> Process:
-        """Start a program on a node of the run, its output appended to `log`."""
+        """Start a program on a node of the run, its output appended to `log`.
+
+        `{host}` in an argument becomes the address of that node.
+        """
 
     def free_port(self) -> int:
         """Return a port that is free on the node now."""
@@ -106,6 +112,9 @@ class Engine(ABC):
     @abstractmethod
     async def stop(self) -> None:
         """Stop all servers; safe after a failed start and safe to call twice."""
+
+    def published(self, model_dir: Path, weight_version: int) -> None:
+        """Learn which weights are the newest; called before they are sent to the servers."""
 
     async def revive(self, worker: Worker, model_dir: Path, weight_version: int) -> bool:
         """Restart the server behind a dead worker; False when this engine cannot."""

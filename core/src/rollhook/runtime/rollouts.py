@@ -204,6 +204,8 @@ class Rollouts:
     async def update(self, path: Path, version: int, step: int) -> None:
         """Bring weights with `step` steps to every engine; one that fails is revived or leaves."""
         self._weights = (path, version)
+        if self._engine is not None:
+            self._engine.published(path, version)
         if self._producer is not None:
             self._producer.publishing(version, step)
         failed = await self._rollout.update_weights(path, version)

@@ -28,6 +28,7 @@ from rollhook.errors import EngineError
 from rollhook.router import Worker
 from rollhook.testing.contract import Contract
 
+LOOPBACK = "127.0.0.1"
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=8)
 DRAWN = SamplingParams(temperature=1.0, max_new_tokens=24)
 #: what the next weight directory is: a complete one for a version that was never used
@@ -322,7 +323,7 @@ class LocalPlacement:
     def free_port(self) -> int:
         """Return a port that is free now."""
         with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
+            probe.bind((LOOPBACK, 0))
             return int(probe.getsockname()[1])
 
 
@@ -338,7 +339,7 @@ class LocalProcess:
         await self.stop()
         with self._log.open("ab") as out:
             self._process = await asyncio.create_subprocess_exec(
-                *self._argv,
+                *(argument.replace("{host}", LOOPBACK) for argument in self._argv),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
@@ -360,6 +361,10 @@ class LocalProcess:
     async def alive(self) -> bool:
         """Return whether it runs."""
         return self._process is not None and self._process.returncode is None
+
+    async def host(self) -> str:
+        """Return the address of this machine, for itself."""
+        return LOOPBACK
 
 
 @asynccontextmanager

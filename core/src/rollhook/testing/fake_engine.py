@@ -52,7 +52,7 @@ class _Running:
 
 
 class FakeEngine:
-    """Serves on 127.0.0.1 while it is entered; tests steer it through its attributes.
+    """Serves on a port of its own while it is entered; tests steer it through its attributes.
 
     `latency` seconds pass before each reply, `token_seconds` before each token. `hold(after)` stops every
     generation before token `after` until `release()`. Beyond `slots` requests the next ones queue.
@@ -76,6 +76,8 @@ class FakeEngine:
         dp_size: int = 1,
         slots: int | None = None,
         sglang: str = "",
+        host: str = "127.0.0.1",
+        port: int = 0,
     ) -> None:
         self.reply = reply or drawn(256)
         self.version = version
@@ -86,6 +88,7 @@ class FakeEngine:
         self.dp_size = dp_size
         self.slots = slots
         self.sglang = sglang
+        self._address = (host, port)
         self.model_path = ""
         self.healthy = True
         self.answers_aborts = True
@@ -175,7 +178,7 @@ class FakeEngine:
         )
         self._runner = web.AppRunner(app, handle_signals=False, shutdown_timeout=0.1)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        site = web.TCPSite(self._runner, *self._address)
         await site.start()
         self.url = "http://{}:{}".format(*self._runner.addresses[0][:2])
 

@@ -1,0 +1,153 @@
+"""`engine.sglang`: starts SGLang's servers, watches over them and starts those anew that die."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rollhook.component import BuildContext
+from rollhook.engine.base import Engine, Placement
+from rollhook.engine.client import EngineClient
+from rollhook.engine.weights import update_workers
+from rollhook.errors import EngineError
+from rollhook.router import Worker
+from rollhook_sglang import releases
+from rollhook_sglang.config import SGLangConfig
+from rollhook_sglang.server import Server
+
+#: seconds between looks at a server's processes
+WATCH_SECONDS = 2.0
+#: a server that has lived so long has its restarts forgiven
+STEADY_SECONDS = 3600.0
+
+
+class SGLangEngine(Engine):
+    """One or several servers, one worker each, whatever its data-parallel ranks."""
+
+    config: SGLangConfig
+
+    def __init__(self, config: Any, context: BuildContext) -> None:
+        super().__init__(config, context)
+        self.servers: list[Server] = []
+        self._client = EngineClient()
+        self._watchers: list[asyncio.Task[None]] = []
+        self._newest: tuple[Path, int] | None = None
+
+    async def start(self, placement: Placement, model_dir: Path, weight_version: int) -> Sequence[Worker]:
+        """Start the servers with these weights and return their workers, all of which have generated."""
+        version = await self._release()
+        self._newest = (model_dir, weight_version)
+        self.servers = [
+            Server(
+                self.config,
+                version,
+                placement,
+                self._client,
+                name=f"sglang-{index}",
+                directory=self.context.scratch,
+                seed=(self.context.seed + index) % 2**31,
+            )
+            for index in range(self.config.engines)
+        ]
+        started = [server.start(model_dir, weight_version) for server in self.servers]
+        failures = [e for e in await asyncio.gather(*started, return_exceptions=True) if e is not None]
+        if failures:
+            await self.stop()
+            raise failures[0]
+        for server in self.servers:
+            info = server.info
+            self.context.logger.info(
+                "%s is SGLang %s with %d ranks", server.worker.url, info.version, info.dp_size
+            )
+            self._watchers.append(asyncio.ensure_future(self._watch(server)))
+        return [server.worker for server in self.servers]
+
+    async def stop(self) -> None:
+        """Stop all servers."""
+        watchers, self._watchers = self._watchers, []
+        for watcher in watchers:
+            watcher.cancel()
+        await asyncio.gather(*watchers, return_exceptions=True)
+        await asyncio.gather(*(server.stop() for server in self.servers))
+        await self._client.aclose()
+
+    def published(self, model_dir: Path, weight_version: int) -> None:
+        """Note the newest weights: a server that is started anew starts with them."""
+        self._newest = (model_dir, weight_version)
+
+    async def revive(self, worker: Worker, model_dir: Path, weight_version: int) -> bool:
+        """Have a server serve these weights: started anew, unless it has just been."""
+        server = next((each for each in self.servers if each.worker.url == worker.url), None)
+        if server is None:
+            return False
+        self.published(model_dir, weight_version)
+        async with server.lock:
+            if not await self._serves(server, weight_version):
+                await server.restart(model_dir, weight_version)
+        return True
+
+    async def _release(self) -> str:
+        """Return the release of SGLang that is to run. Raises EngineError without one that is supported."""
+        version = self.config.version
+        if version is None:
+            found = await asyncio.to_thread(releases.installed, self.config.python, self.config.env)
+            if found is None:
+                python = self.config.python or "this Python"
+                raise EngineError(
+                    f"{python} has no SGLang: set engine.python to an interpreter that has it", kind="user"
+                )
+            version = found.version
+        if not releases.supported(version):
+            raise EngineError(releases.unsupported(version), kind="user")
+        return version
+
+    async def _serves(self, server: Server, weight_version: int) -> bool:
+        """Return whether a server generates, with these weights."""
+        try:
+            served = await self._client.weight_version(server.worker)
+        except EngineError:
+            return False
+        return served == weight_version and await self._client.health_generate(server.worker)
+
+    async def _watch(self, server: Server) -> None:
+        """Start a server anew whenever it has died, with growing pauses, until its restarts are used up."""
+        loop = asyncio.get_running_loop()
+        since = loop.time()
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            if await server.alive() or server.lock.locked():
+                continue
+            if loop.time() - since > STEADY_SECONDS:
+                server.restarts = 0
+            if server.restarts == self.config.max_restarts:
+                self.context.logger.error(
+                    "%s died and is left so after %d restarts", server.worker.url, server.restarts
+                )
+                return
+            pause = self.config.restart_seconds * 2**server.restarts
+            server.restarts += 1
+            self.context.logger.warning(
+                "%s died and is started anew in %g s; its log ends: %s",
+                server.worker.url,
+                pause,
+                server.last_words(),
+            )
+            await asyncio.sleep(pause)
+            async with server.lock:
+                await self._mend(server)
+            since = loop.time()
+
+    async def _mend(self, server: Server) -> None:
+        """Start a dead server anew and give it the weights that were published meanwhile."""
+        assert self._newest is not None
+        if await server.alive():
+            return
+        try:
+            await server.restart(*self._newest)
+            served = await self._client.weight_version(server.worker)
+            if served != self._newest[1]:
+                await update_workers(self._client, [server.worker], *self._newest, "abort")
+        except EngineError as error:
+            self.context.logger.error("%s", error)
