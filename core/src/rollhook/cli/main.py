@@ -50,6 +50,10 @@ VERBS: dict[str, tuple[str, str]] = {
     ),
     "rescore": ("rollhook.cli.rescore:rescore", "Run the verifiers of a run again, without a model."),
     "sandboxes": ("rollhook.cli.sandboxes:app", "List and reap the sandboxes of runs."),
+    "router": (
+        "rollhook.cli.router:router",
+        "Route requests to engines: the router policies as a proxy of their own.",
+    ),
     "doctor": ("rollhook.cli.doctor:doctor", "Say what works on this machine, or how a run stands."),
     "drive": (
         "rollhook.cli.run:drive",

@@ -1,0 +1,142 @@
+"""The workers behind the router: which of them gets a request, and the sessions that came lately."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from rollhook.router import RouteRequest, Worker
+from rollhook.router_server.asked import Asked
+from rollhook.routing import Chain
+from rollhook.session.breaker import Breaker
+from rollhook.session.workers import Entry, WorkerTable
+
+
+@dataclass
+class _Session:
+    entry: Entry | None
+    used: float
+    requests: int = 0
+
+
+class Pool:
+    """Chooses a worker for every request, and counts who is open where.
+
+    A session is a routing key; nobody says when it ends, so it counts as open on the worker of its last
+    request until it has been idle for `session_idle` seconds or `forget` is called. A request without a key
+    is a session of its own.
+    """
+
+    def __init__(
+        self,
+        chain: Chain,
+        *,
+        session_idle: float = 600.0,
+        breaker_faults: int = 10,
+        breaker_seconds: float = 30.0,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.table = WorkerTable(lambda: Breaker(breaker_faults, breaker_seconds, now))
+        self._chain = chain
+        self._idle = session_idle
+        self._now = now
+        #: the longest idle first
+        self._sessions: OrderedDict[str, _Session] = OrderedDict()
+
+    @property
+    def sessions(self) -> int:
+        """Routing keys that count as open now."""
+        return len(self._sessions)
+
+    def add(self, workers: Sequence[Worker]) -> None:
+        """Offer further workers; those that are there stay as they are."""
+        self.table.add(workers, self.table.version)
+        self._chain.workers_changed(self.table.workers)
+
+    def remove(self, worker: Worker) -> None:
+        """Take a worker out, without a rank all of its engine's; what is under way there goes on."""
+        self.table.remove({entry.worker for entry in self.of(worker)})
+        self._chain.workers_changed(self.table.workers)
+
+    def of(self, worker: Worker) -> list[Entry]:
+        """Return the entry of a worker, without a rank all of its engine's."""
+        if worker.dp_rank is None:
+            return self.table.of(worker.url)
+        entry = self.table.get(worker)
+        return [] if entry is None else [entry]
+
+    def choose(self, asked: Asked, failed: Container[Worker]) -> Entry | None:
+        """Return the worker for a request, None when none is on offer.
+
+        Those in `failed` have failed this request and are chosen again only when all others have too.
+        """
+        self._expire()
+        offered = [
+            entry
+            for entry in self.table.offered()
+            if asked.rank is None or asked.rank == entry.worker.dp_rank
+        ]
+        candidates = [entry for entry in offered if entry.worker not in failed] or offered
+        worker = self._chain.pick(asked.route, [self.table.load(entry) for entry in candidates])
+        if worker is None:
+            return None
+        self._chain.assigned(asked.route, worker)
+        entry = self.table.get(worker)
+        self._assign(asked.route, entry)
+        return entry
+
+    @contextmanager
+    def request(self, asked: Asked) -> Iterator[None]:
+        """Count a request's session as in use while it lasts; one without a key ends with it."""
+        name = asked.route.session_id
+        session = self._sessions.setdefault(name, _Session(None, self._now()))
+        session.requests += 1
+        try:
+            yield
+        finally:
+            session.requests -= 1
+            if not asked.keyed:
+                self.forget(name)
+            elif name in self._sessions:
+                self._touch(name, session)
+
+    def forget(self, name: str) -> bool:
+        """End a session; False when there is none of that name."""
+        session = self._sessions.pop(name, None)
+        if session is None:
+            return False
+        if session.entry is not None:
+            session.entry.open_sessions -= 1
+        self._chain.closed(name)
+        return True
+
+    def _assign(self, request: RouteRequest, entry: Entry | None) -> None:
+        session = self._sessions.get(request.session_id)
+        if session is None:  # forgotten meanwhile
+            return
+        if session.entry is not entry:
+            if session.entry is not None:
+                session.entry.open_sessions -= 1
+            if entry is not None:
+                entry.open_sessions += 1
+            session.entry = entry
+        self._touch(request.session_id, session)
+
+    def _touch(self, name: str, session: _Session) -> None:
+        session.used = self._now()
+        self._sessions.move_to_end(name)
+
+    def _expire(self) -> None:
+        """Forget sessions that have been idle for long, but for those with a request under way."""
+        limit = self._now() - self._idle
+        while self._sessions:
+            name, session = next(iter(self._sessions.items()))
+            if session.used > limit:
+                return
+            if session.requests:
+                self._touch(name, session)
+            else:
+                self.forget(name)
