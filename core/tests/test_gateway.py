@@ -18,6 +18,7 @@ from rollhook.testing.tokenizer import write_tokenizer
 
 USER = {"role": "user", "content": "go"}
 CHAT = "/v1/chat/completions"
+JSON = {"Content-Type": "application/json"}
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +40,9 @@ class Face:
     async def call(self, method, path, json=None, **keys):
         async with self.http.request(method, self.gateway.url + path, json=json, **keys) as response:
             raw = await response.read()
+            if response.content_type == "text/event-stream":
+                assert raw.rstrip().endswith((b"[DONE]", b'{"type":"message_stop"}')), raw
+                return response.status, None
             return response.status, await response.json() if raw else None
 
     async def session(self, **body):
@@ -69,6 +73,12 @@ async def face(engine, directory):
         yield face
 
 
+async def test_fields_that_change_nothing_are_taken(face):
+    session = await face.session()
+    harmless = {"n": 1, "temperature": 1, "top_p": 1.0, "stop": None, "user": "me", "logprobs": False}
+    assert (await face.chat(session, USER, tool_choice="none", store=True, **harmless))[0] == 200
+
+
 async def test_a_conversation_over_http_is_a_session(face, engine):
     session = await face.session(task_id="t")
     status, first = await face.chat(session, USER, model="m")
@@ -78,6 +88,7 @@ async def test_a_conversation_over_http_is_a_session(face, engine):
         "index": 0,
         "message": {"role": "assistant", "content": "hello"},
         "finish_reason": "stop",
+        "logprobs": None,
     }
     assert first["object"] == "chat.completion"
     assert first["model"] == "m"
@@ -139,8 +150,20 @@ async def test_text_parts_are_joined(face, engine, directory):
         ({"messages": [{"role": "user", "content": "x", "name": []}]}, 400, "name of a message"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 422, "only text parts"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, 400, "last message is the assistant's"),
-        ({"messages": [USER], "stream": True}, 400, "streaming"),
-        ({"messages": [USER], "n": 2}, 400, "one choice"),
+        ({"messages": [USER], "stream": "yes"}, 400, "stream must be true or false"),
+        ({"messages": [USER], "stream_options": 1}, 400, "stream_options must be"),
+        ({"messages": [USER], "n": 2}, 400, "n other than 1 is not supported"),
+        ({"messages": [USER], "logprobs": True}, 400, "logprobs other than False"),
+        ({"messages": [USER], "stop": ["x"]}, 400, "stop other than []"),
+        (
+            {"messages": [USER], "temperature": 0.5},
+            400,
+            "temperature is set when a session is opened, here to 1",
+        ),
+        ({"messages": [USER], "tool_choice": "required"}, 400, "tool_choice 'required' is not supported"),
+        ({"messages": [USER], "response_format": {"type": "json_object"}}, 400, "response_format other"),
+        ({"messages": [USER], "min_p": 0.1}, 400, "min_p is not supported"),
+        ({"messages": [{**USER, "function_call": {}}]}, 400, "function_call"),
         ({"messages": [USER], "tools": "x"}, 400, "tools must be"),
         ({"messages": [USER], "max_tokens": 0}, 422, "max_tokens must be"),
         ({"messages": [USER], "max_tokens": "many"}, 422, "max_tokens must be"),
@@ -170,7 +193,7 @@ async def test_bad_chats_are_answered_in_words(face, engine, body, status, told)
 )
 async def test_bodies_that_are_no_json_object_are_refused(face, raw, told):
     session = await face.session()
-    status, error = await face.call("POST", session + CHAT, data=raw)
+    status, error = await face.call("POST", session + CHAT, data=raw, headers=JSON)
     assert status == 400
     assert told in error["error"]["message"]
 
@@ -212,12 +235,13 @@ async def test_a_body_too_large_is_refused_before_it_is_read(engine, directory):
         # the length is announced, the hundred megabytes are never sent
         reader, writer = await asyncio.open_connection("127.0.0.1", int(face.gateway.url.rpartition(":")[2]))
         writer.write(
-            f"POST {session}{CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 104857600\r\n\r\n{{".encode()
+            f"POST {session}{CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            "Content-Length: 104857600\r\n\r\n{".encode()
         )
         assert b"413" in await reader.readline()
         writer.close()
         await writer.wait_closed()
-        status, error = await face.call("POST", session + CHAT, data=_endless(2 << 20))
+        status, error = await face.call("POST", session + CHAT, data=_endless(2 << 20), headers=JSON)
         assert status == 413
         assert "larger than" in error["error"]["message"]
         assert (await face.chat(session, USER))[0] == 200
@@ -245,13 +269,40 @@ message = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=30, deadline=None)
+block = st.fixed_dictionaries(
+    {"type": st.sampled_from(["text", "tool_use", "tool_result", "thinking", "image"]) | json},
+    optional={
+        "text": st.text(max_size=6) | json,
+        "thinking": st.text(max_size=6) | json,
+        "id": st.text(max_size=6) | json,
+        "name": st.text(max_size=6) | json,
+        "input": json,
+        "tool_use_id": st.text(max_size=6) | json,
+        "content": st.text(max_size=6) | json,
+    },
+)
+anthropic_message = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant"]) | json},
+    optional={"content": st.text(max_size=10) | st.lists(block, max_size=3) | json},
+)
+tool = st.fixed_dictionaries({"name": st.text(max_size=6) | json}, optional={"input_schema": json}) | json
+extras = {"max_tokens": json, "model": json, "stream": st.booleans() | json, "tool_choice": json}
+chat_body = st.fixed_dictionaries(
+    {"messages": st.lists(message, max_size=3) | json},
+    optional={"tools": st.lists(tool, max_size=2) | json, "n": json, "stream_options": json, **extras},
+)
+messages_body = st.fixed_dictionaries(
+    {"messages": st.lists(anthropic_message, max_size=3) | json},
+    optional={"tools": st.lists(tool, max_size=2) | json, "system": json, "thinking": json, **extras},
+)
+
+
+@settings(max_examples=40, deadline=None)
 @given(
     st.lists(
-        st.fixed_dictionaries(
-            {"messages": st.lists(message, max_size=3) | json},
-            optional={"tools": json, "max_tokens": json, "model": json, "n": json},
-        ),
+        st.tuples(st.just(CHAT), chat_body)
+        | st.tuples(st.just("/v1/messages"), messages_body)
+        | st.tuples(st.just(""), json),
         max_size=10,
     )
 )
@@ -259,12 +310,71 @@ def test_any_json_is_answered_and_never_with_a_500(directory, bodies):
     async def send():
         engine = FakeEngine(says(Renderer(directory), "hello"))
         async with facing(engine, directory) as face:
-            session = await face.session()
-            for body in bodies:
-                status, answer = await face.call("POST", session + CHAT, body)
-                assert status in (200, 400, 409, 422), answer
+            session = await face.session(turns=2)
+            for path, body in bodies:
+                url = session + path if path else "/sessions"
+                status, answer = await face.call("POST", url, body)
+                assert status in (200, 201, 400, 409, 422), answer
+                if status >= 400 and path == "/v1/messages":
+                    assert answer["type"] == "error"
 
     asyncio.run(send())
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data"])
+async def test_a_body_of_another_type_is_refused(face, kind):
+    session = await face.session()
+    for path in (session + CHAT, session + "/v1/messages", "/sessions"):
+        status, error = await face.call("POST", path, data=b"{}", headers={"Content-Type": kind})
+        assert status == 415
+        assert "must be application/json" in error["error"]["message"]
+
+
+async def test_a_body_that_is_not_compressed_as_it_says_is_refused(face):
+    session = await face.session()
+    headers = {**JSON, "Content-Encoding": "gzip"}
+    status, _ = await face.call("POST", session + CHAT, data=b"no gzip", headers=headers)
+    assert status == 400
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "told"),
+    [
+        ({}, 400, "messages must be a list"),
+        ({"messages": [{"role": "system", "content": "x"}]}, 400, "role, user or assistant"),
+        ({"messages": [{"role": "user", "content": 5}]}, 400, "content of a message must be"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 422, "only text parts"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, 400, "tool_use_id"),
+        ({"messages": [{"role": "user", "content": []}]}, 400, "nothing was appended"),
+        ({"messages": [USER, {"role": "assistant", "content": "x"}]}, 400, "last message is the assistant's"),
+        (
+            {"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}, USER]},
+            400,
+            "a tool_use has",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": [{"type": "thinking"}]}, USER]},
+            400,
+            "thinking of a",
+        ),
+        ({"messages": [USER], "system": 3}, 400, "system must be text"),
+        ({"messages": [USER], "tools": [{"type": "bash_20250124", "name": "bash"}]}, 400, "of type custom"),
+        ({"messages": [USER], "tool_choice": {"type": "any"}}, 400, "only type auto"),
+        ({"messages": [USER], "top_k": 5}, 400, "top_k is set when a session is opened"),
+        ({"messages": [USER], "mcp_servers": []}, 400, "mcp_servers is not supported"),
+        ({"messages": [USER], "max_tokens": 0}, 422, "max_tokens must be"),
+    ],
+)
+async def test_bad_messages_are_answered_in_anthropics_form(face, engine, body, status, told):
+    session = await face.session()
+    answered, error = await face.call("POST", session + "/v1/messages", body)
+    assert answered == status
+    assert error == {
+        "type": "error",
+        "error": {"type": "invalid_request_error", "message": error["error"]["message"]},
+    }
+    assert told in error["error"]["message"]
+    assert not engine.requests
 
 
 async def test_unknown_paths_and_methods_have_openai_errors(face):

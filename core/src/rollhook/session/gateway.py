@@ -1,11 +1,10 @@
-"""The HTTP face of sessions, for agents outside the process: OpenAI's chat completions, not streaming."""
+"""The HTTP face of sessions, for agents outside the process: OpenAI's and Anthropic's clients drive one."""
 
 from __future__ import annotations
 
 import hmac
 import ipaddress
 import logging
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,14 +13,31 @@ from uuid import uuid4
 import orjson
 from aiohttp import web
 
-from rollhook.agent import Reply
 from rollhook.engine.base import SamplingParams
-from rollhook.errors import BudgetExceeded, EngineError, RollhookError, UsageError
-from rollhook.session.common import SessionError
+from rollhook.errors import RollhookError, UsageError
+from rollhook.session.anthropic_messages import AnthropicMessages
+from rollhook.session.chat_completions import ChatCompletions
+from rollhook.session.dialect import Dialect, Left, RefusedError, failure, number, whole
 from rollhook.session.face import Policy, PolicySession
-from rollhook.session.render import RenderError
+from rollhook.session.sse import stream_reply
 
 log = logging.getLogger(__name__)
+
+_DIALECTS: Mapping[str, Dialect] = {
+    "/v1/chat/completions": ChatCompletions(),
+    "/v1/messages": AnthropicMessages(),
+}
+# what both OpenAI's and Anthropic's clients take for a list of models; a request may name any
+_MODEL = {
+    "id": "policy",
+    "object": "model",
+    "created": 0,
+    "owned_by": "rollhook",
+    "type": "model",
+    "display_name": "policy",
+    "created_at": "1970-01-01T00:00:00Z",
+}
+_MODELS = {"object": "list", "data": [_MODEL], "has_more": False, "first_id": "policy", "last_id": "policy"}
 
 
 @dataclass(frozen=True)
@@ -34,20 +50,13 @@ class SessionDefaults:
     sampling: SamplingParams = field(default_factory=SamplingParams)
 
 
-class RefusedError(Exception):
-    """A request that is answered with `status`."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-
-
 class Gateway:
-    """Serves `/sessions...` of one policy.
+    """Serves `/sessions...` of one policy; the base URL of a session is what a client is given.
 
     `token` is the secret itself, resolved by the caller from its reference; without one, only a loopback
     address may be bound. Bodies over `max_body` bytes are refused. A client that goes away during a
-    reply ends it: the request is aborted at the engine and nothing is committed.
+    reply, or does not read its stream for `stall` seconds, ends it: the request is aborted at the engine and
+    nothing is committed.
     """
 
     def __init__(
@@ -59,7 +68,8 @@ class Gateway:
         token: str | None = None,
         defaults: SessionDefaults | None = None,
         max_body: int = 16 << 20,
-        max_sessions: int = 4096,
+        max_sessions: int = 16384,
+        stall: float = 60.0,
     ) -> None:
         if token is None and not _loopback(bind):
             raise UsageError(
@@ -72,6 +82,7 @@ class Gateway:
         self._defaults = defaults or SessionDefaults()
         self._max_body = max_body
         self._max_sessions = max_sessions
+        self._stall = stall
         self._runner: web.AppRunner | None = None
         self.url = ""
 
@@ -85,7 +96,8 @@ class Gateway:
                 web.post("/sessions", self._open),
                 web.get(one, self._show),
                 web.delete(one, self._close),
-                web.post(one + "/v1/chat/completions", self._chat),
+                web.get(one + "/v1/models", self._models),
+                *(web.post(one + path, self._chat) for path in _DIALECTS),
             ]
         )
         return app
@@ -122,13 +134,13 @@ class Gateway:
             task_id=task_id,
             sampling=replace(
                 sampling,
-                temperature=_number(body, "temperature", sampling.temperature, 0.0, 100.0),
-                top_p=_number(body, "top_p", sampling.top_p, 1e-6, 1.0),
+                temperature=number(body, "temperature", sampling.temperature, 0.0, 100.0),
+                top_p=number(body, "top_p", sampling.top_p, 1e-6, 1.0),
             ),
-            max_seq_len=_whole(body, "max_seq_len", defaults.max_seq_len, defaults.max_seq_len),
-            reply_tokens=_whole(body, "reply_tokens", defaults.reply_tokens, defaults.reply_tokens),
-            turns=_whole(body, "turns", defaults.turns, defaults.turns),
-            seed=_whole(body, "seed", None, 2**63 - 1, least=0),
+            max_seq_len=whole(body, "max_seq_len", defaults.max_seq_len, defaults.max_seq_len),
+            reply_tokens=whole(body, "reply_tokens", defaults.reply_tokens, defaults.reply_tokens),
+            turns=whole(body, "turns", defaults.turns, defaults.turns),
+            seed=whole(body, "seed", None, 2**63 - 1, least=0),
         )
         return _json({"session_id": session.id}, 201)
 
@@ -141,7 +153,11 @@ class Gateway:
                 "turns": stats.turns,
                 "turns_left": session.turns_left,
                 "tokens_left": session.tokens_left,
-                "usage": _usage(stats.prompt_tokens, stats.completion_tokens),
+                "usage": {
+                    "prompt_tokens": stats.prompt_tokens,
+                    "completion_tokens": stats.completion_tokens,
+                    "total_tokens": stats.prompt_tokens + stats.completion_tokens,
+                },
                 "branches": [
                     {"tokens": len(leaf.token_ids), "finish_reason": leaf.finish_reason}
                     for leaf in session.leaves()
@@ -153,22 +169,18 @@ class Gateway:
         await self._session(request).close()
         return web.Response(status=204)
 
-    async def _chat(self, request: web.Request) -> web.Response:
-        session = self._session(request)
-        body = await self._body(request)
-        messages = body.get("messages")
-        if not isinstance(messages, list) or not messages:
-            raise RefusedError(400, "messages must be a list with at least one message")
-        if body.get("stream"):
-            raise RefusedError(400, "streaming is not supported; leave out stream")
-        if body.get("n", 1) != 1:
-            raise RefusedError(400, "one choice per request; leave out n")
-        tools = body.get("tools")
-        if tools is not None and not (isinstance(tools, list) and all(isinstance(t, dict) for t in tools)):
-            raise RefusedError(400, "tools must be a list of objects")
-        limit = _whole(body, "max_completion_tokens", _whole(body, "max_tokens", None, 2**31), 2**31)
-        reply = await session.chat([_joined(m) for m in messages], tools=tools or None, max_tokens=limit)
-        return _json(_completion(session, reply, str(body.get("model", "policy"))))
+    async def _models(self, request: web.Request) -> web.Response:
+        self._session(request)
+        return _json(_MODELS)
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        session, dialect = self._session(request), _dialect(request)
+        chat = dialect.request(await self._body(request), session.sampling)
+        if chat.stream:
+            return await stream_reply(request, session, chat, dialect.events(chat), stall=self._stall)
+        reply = await session.chat(chat.messages, tools=chat.tools, max_tokens=chat.max_tokens)
+        left = Left(session.turns_left, reply.tokens_left)
+        return _json(dialect.reply(chat, reply, left), headers=left.headers())
 
     # -- around them
 
@@ -176,29 +188,31 @@ class Gateway:
     async def _guard(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Check the token and turn every failure into an OpenAI-style error."""
+        """Check the token and turn every failure into an error of the client's dialect."""
         try:
             if self._token is not None and request.path != "/health":
                 self._authorise(request)
             return await handler(request)
         except web.HTTPRequestEntityTooLarge:
-            return _error(413, f"the body is larger than {self._max_body} bytes")
+            return _error(request, 413, f"the body is larger than {self._max_body} bytes")
         except web.HTTPException as error:
-            return _error(error.status, error.reason)
+            return _error(request, error.status, error.reason)
         except (RefusedError, RollhookError) as error:
-            status, code = _status(error)
-            if status >= 500:
+            if (answer := failure(error))[0] >= 500:
                 log.warning("a request to the gateway failed: %s", error)
-            return _error(status, str(error), code)
-        except Exception:  # whatever a message makes a template do, the client gets an answer
+            return _error(request, *answer)
+        except Exception as error:  # whatever a message makes a template do, the client gets an answer
             log.exception("a request to the gateway failed unexpectedly")
-            return _error(500, "the gateway failed; its log says why", "server_error")
+            return _error(request, *failure(error))
 
     def _authorise(self, request: web.Request) -> None:
-        given = request.headers.get("Authorization", "")
+        key = request.headers.get("X-Api-Key")
+        given = f"Bearer {key}" if key is not None else request.headers.get("Authorization", "")
         expected = f"Bearer {self._token}"
         if not hmac.compare_digest(given.encode(errors="replace"), expected.encode()):
-            raise RefusedError(401, "the gateway's token is required: Authorization: Bearer <token>")
+            raise RefusedError(
+                401, "the gateway's token is required: Authorization: Bearer <token>, or X-Api-Key: <token>"
+            )
 
     def _session(self, request: web.Request) -> PolicySession:
         session_id = request.match_info["session_id"]
@@ -210,9 +224,14 @@ class Gateway:
     async def _body(self, request: web.Request, *, empty_ok: bool = False) -> dict[str, Any]:
         if (request.content_length or 0) > self._max_body:
             raise RefusedError(413, f"the body is larger than {self._max_body} bytes")
-        raw = await request.read()
+        try:
+            raw = await request.read()
+        except web.RequestPayloadError as error:
+            raise RefusedError(400, f"the body cannot be read: {error}") from None
         if empty_ok and not raw.strip():
             return {}
+        if not request.content_type.endswith(("/json", "+json")):
+            raise RefusedError(415, f"the body must be application/json, not {request.content_type}")
         try:
             body = orjson.loads(raw)
         except orjson.JSONDecodeError as error:
@@ -239,69 +258,22 @@ def _plain(session_id: str) -> bool:
     )
 
 
-def _joined(message: Any) -> Any:
-    """Return a message whose content parts, if it has any, are joined to one text."""
-    content = message.get("content") if isinstance(message, dict) else None
-    if not isinstance(content, list):
-        return message
-    if not all(
-        isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in content
-    ):
-        raise RefusedError(422, "only text parts are supported in content")
-    return {**message, "content": "".join(part["text"] for part in content)}
+def _dialect(request: web.Request) -> Dialect:
+    """Return the dialect of a request, by its path or by what Anthropic's clients send everywhere."""
+    for path, dialect in _DIALECTS.items():
+        if request.path.endswith(path):
+            return dialect
+    anthropic = "Anthropic-Version" in request.headers or "/v1/messages" in request.path
+    return _DIALECTS["/v1/messages" if anthropic else "/v1/chat/completions"]
 
 
-def _whole(body: Mapping[str, Any], key: str, default: Any, most: int, *, least: int = 1) -> Any:
-    value = body.get(key)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise RefusedError(422, f"{key} must be a whole number from {least} to {most}")
-    return value
+def _error(request: web.Request, status: int, message: str, code: str | None = None) -> web.Response:
+    # the official clients try a 409 again unless they are told
+    headers = {"X-Should-Retry": "false"} if 400 <= status < 500 and status != 429 else None
+    return _json(_dialect(request).error(status, message, code), status, headers)
 
 
-def _number(body: Mapping[str, Any], key: str, default: float, least: float, most: float) -> float:
-    value = body.get(key)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-        raise RefusedError(422, f"{key} must be a number from {least:g} to {most:g}")
-    return float(value)
-
-
-def _completion(session: PolicySession, reply: Reply, model: str) -> dict[str, Any]:
-    return {
-        "id": f"chatcmpl-{uuid4().hex[:24]}",
-        "object": "chat.completion",
-        "created": int(time.time()),
-        "model": model,
-        "choices": [{"index": 0, "message": reply.message, "finish_reason": reply.finish_reason}],
-        "usage": _usage(reply.prompt_tokens, reply.completion_tokens),
-        "rollhook": {"turns_left": session.turns_left, "tokens_left": reply.tokens_left},
-    }
-
-
-def _usage(prompt: int, completion: int) -> dict[str, int]:
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-
-
-def _status(error: Exception) -> tuple[int, str | None]:
-    """Return the HTTP status of an error and OpenAI's `code` for it."""
-    if isinstance(error, RefusedError | SessionError):
-        return error.status, None
-    if isinstance(error, RenderError):
-        return 422, None
-    if isinstance(error, BudgetExceeded):
-        return 403, "budget_exceeded"
-    if isinstance(error, EngineError):
-        return (422 if error.kind == "user" else 502), "engine_error"
-    return 500, None
-
-
-def _error(status: int, message: str, code: str | None = None) -> web.Response:
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return _json({"error": {"message": message, "type": kind, "param": None, "code": code}}, status)
-
-
-def _json(data: Any, status: int = 200) -> web.Response:
-    return web.Response(body=orjson.dumps(data), status=status, content_type="application/json")
+def _json(data: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+    return web.Response(
+        body=orjson.dumps(data), status=status, headers=headers, content_type="application/json"
+    )

@@ -52,9 +52,9 @@ def message_key(message: Message, *, bare: bool = False) -> Key:
 def _arguments(given: Any) -> str:
     try:
         parsed = json.loads(given) if isinstance(given, str) else given
-    except (ValueError, RecursionError):
+        return json.dumps(parsed, sort_keys=True) if parsed else ""
+    except (TypeError, ValueError, RecursionError):
         return str(given)
-    return json.dumps(parsed, sort_keys=True) if parsed else ""
 
 
 @dataclass(eq=False, slots=True)
