@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 from families import FAMILIES, byte_pieces, write_family
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollhook.errors import UsageError
@@ -30,6 +30,7 @@ PARAMETERS = {
 }
 TOOLS = [{"type": "function", "function": {"name": "run", "parameters": {"properties": PARAMETERS}}}]
 THINK = Thinking()
+QUIET = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +79,7 @@ arguments = st.fixed_dictionaries(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=25, deadline=None)
+@settings(QUIET, max_examples=25)
 @given(said=arguments)
 def test_a_call_has_the_arguments_that_the_model_wrote_in_their_types(renderers, family, said):
     renderer, made = renderers[family], FAMILIES[family]
@@ -96,7 +97,7 @@ def test_a_call_has_the_arguments_that_the_model_wrote_in_their_types(renderers,
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "plain"])
-@settings(max_examples=40, deadline=None)
+@settings(QUIET, max_examples=40)
 @given(data=st.data())
 def test_a_stream_gives_what_the_whole_reply_gives(renderers, family, data):
     renderer, form = renderers[family], FAMILIES.get(family)
@@ -124,7 +125,7 @@ def test_a_stream_gives_what_the_whole_reply_gives(renderers, family, data):
 
 
 @pytest.mark.parametrize("form", [form.name for form in FORMS])
-@settings(max_examples=40, deadline=None)
+@settings(QUIET, max_examples=40)
 @given(data=st.data())
 def test_nothing_of_a_reply_without_calls_is_lost(form, data):
     marks = [
@@ -273,7 +274,7 @@ def test_a_schema_gives_a_value_its_type(text, schema, value):
     assert type(typed(text, schema)) is type(value)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(QUIET, max_examples=60)
 @given(data=st.data(), text=st.text(st.sampled_from(" abcé🙂\n"), max_size=20))
 def test_pieces_of_text_join_to_the_text_also_where_bytes_are_pieces(data, text):
     tokenizer, pieces = byte_pieces(), frozenset(range(1, 257))
@@ -284,7 +285,7 @@ def test_pieces_of_text_join_to_the_text_also_where_bytes_are_pieces(data, text)
     assert "".join(given_so_far) + detokenizer.finish() == tokenizer.decode(ids, skip_special_tokens=False)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(QUIET, max_examples=60)
 @given(ids=st.lists(st.integers(3, 260), max_size=30))
 def test_any_bytes_join_to_what_decoding_them_at_once_gives(renderers, ids):
     tokenizer = renderers["plain"]._tokenizer
