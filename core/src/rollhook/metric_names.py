@@ -65,6 +65,19 @@ SECTIONS = (
                 "episodes",
                 "finished episodes that became too old while their group went on",
             ),
+            Metric(
+                "rollout/prefix_cache_hit_rate",
+                "0..1",
+                "share of the tokens given to the engines that these had in their prefix caches",
+                "an engine was asked",
+            ),
+            Metric(
+                "rollout/drift/<category>",
+                "0..1",
+                "share of the episodes looked at, one in eight, whose tokens differ so from their rendered "
+                "text (see tokens are exact)",
+                "some were looked at",
+            ),
             Metric("rollout/in_flight", "episodes", "episodes that ran when the step took its groups"),
             Metric(
                 "outcome/<kind>",

@@ -17,6 +17,10 @@ Ended = Literal["done", "max_turns", "length", "agent_timeout", "cancelled", "in
 OutcomeKind = Literal["scored", "timeout", "truncated", "infra_error", "cancelled"]
 
 
+#: how tokens may differ from their rendered text; the names are those of miles' session mismatch rates
+DRIFT_CATEGORIES = ("special_token_count", "special_token_type", "non_assistant_text", "assistant_text")
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What an episode comes to (`docs/outcomes-and-budgets.md`).
@@ -75,7 +79,9 @@ class EpisodeRecord:
 
     `timings` are seconds per budget node and kind of work (`create`, `setup`, `agent`, `agent/command`,
     `agent/tokens`, `verify`, `teardown`, `wait/engine`, `total`). `fired` is the budget node that
-    ended it, if one did, and `used_by` who had used it up.
+    ended it, if one did, and `used_by` who had used it up. Engines were given `input_tokens` in all, of
+    which they had `cached_tokens`. `drift` names how its tokens differ from its text (DRIFT_CATEGORIES),
+    None where that was not looked at.
     """
 
     episode_id: str
@@ -97,6 +103,9 @@ class EpisodeRecord:
     turns: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    drift: Sequence[str] | None = None
     versions: tuple[int, int] | None = None
     timings: Mapping[str, float] = field(default_factory=dict)
     fired: str = ""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from rollhook.environment import Task
 from rollhook.errors import RollhookError
 from rollhook.records import EpisodeRecord, Group, Outcome, Sample
+from rollhook.runtime.session_metrics import session_metrics
 
 if TYPE_CHECKING:
     from rollhook.recipe.schema import Rollout
@@ -155,6 +156,7 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     if batch.staleness:
         metrics["staleness/mean"] = _mean(batch.staleness)
         metrics["staleness/max"] = max(batch.staleness)
+    metrics |= session_metrics(records)
     if rewards:
         metrics["rollout/reward_mean"] = _mean(rewards)
         metrics["rollout/pass_rate"] = _mean([float(r >= 1.0) for r in rewards])

@@ -22,6 +22,7 @@ from rollhook.environment import Environment, Episode, EpisodeContext, Phase, Ta
 from rollhook.errors import AgentError, BudgetExceeded, RollhookError, TaskError, VerifierError
 from rollhook.records import EpisodeRecord, Outcome, Sample
 from rollhook.runtime.course import Course
+from rollhook.runtime.generated import Generated, generated
 from rollhook.runtime.live import Live
 from rollhook.runtime.verifier import VerifierTimeoutError, verify_apart, verify_here
 from rollhook.runtime.views import Boxes, Recorder, RemainingBudget
@@ -132,7 +133,11 @@ class EpisodeRunner:
             self.live.enter(course.live, "teardown", None)
             if session is not None:
                 await session.close()
-        return self._result(request, course, session, started_at)
+        trains = course.outcome is not None and course.outcome.trains
+        tokens = await generated(session, trains=trains, seed=request.seed)
+        if tokens.lost:
+            course.fail("rollhook", tokens.lost)
+        return self._result(request, course, tokens, started_at)
 
     async def _run(
         self,
@@ -346,16 +351,13 @@ class EpisodeRunner:
             course.spent(node, self._now() - started)
 
     def _result(
-        self, request: EpisodeRequest, course: Course, session: PolicySession | None, started_at: float
+        self, request: EpisodeRequest, course: Course, tokens: Generated, started_at: float
     ) -> EpisodeResult:
         outcome = course.outcome or Outcome(
             "infra_error", boundary="rollhook", cause="the episode has no outcome"
         )
         verdict = course.verdicts[-1] if course.verdicts else Verdict(None)
-        leaves = session.leaves() if session is not None else []
-        spans = [row for leaf in leaves for row in leaf.spans.tolist()]
-        stats = session.stats if session is not None else None
-        if stats is not None:
+        if (stats := tokens.stats) is not None:
             course.timings["wait/engine"] = stats.wait_seconds
             if stats.estimated:
                 course.warnings.append("token counts are estimates: the endpoint reports no usage")
@@ -376,32 +378,13 @@ class EpisodeRunner:
             components=verdict.components,
             detail=verdict.detail,
             messages=[*course.earlier, *course.messages],
-            turns=stats.turns if stats else 0,
-            prompt_tokens=stats.prompt_tokens if stats else 0,
-            completion_tokens=stats.completion_tokens if stats else 0,
-            versions=(min(s[2] for s in spans), max(s[3] for s in spans)) if spans else None,
             timings={k: round(v, 6) for k, v in course.timings.items()},
             fired=course.fired,
             used_by=course.used_by,
             warnings=course.warnings,
             started_at=started_at,
+            **tokens.fields(),
         )
         if outcome.reward is None:
             return EpisodeResult(record)
-        samples = [
-            Sample(
-                episode_id=request.episode_id,
-                group_id=request.group_id,
-                task_id=request.task.id,
-                leaf=number,
-                token_ids=leaf.token_ids,
-                mask=leaf.mask,
-                logprobs=leaf.logprobs,
-                spans=leaf.spans,
-                reward=outcome.reward,
-                outcome=outcome.kind,
-                components=dict(verdict.components),
-            )
-            for number, leaf in enumerate(leaves)
-        ]
-        return EpisodeResult(record, samples)
+        return EpisodeResult(record, tokens.samples(record))

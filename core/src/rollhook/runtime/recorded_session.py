@@ -89,6 +89,9 @@ class RecordedSession:
         """Return nothing: there are no tokens."""
         return []
 
+    def drift(self, leaves: Sequence[Leaf]) -> None:
+        """Return None: there are no tokens."""
+
     async def close(self) -> None:
         """End the session."""
 

@@ -52,6 +52,9 @@ class PolicySession(Protocol):
     def leaves(self) -> list[Leaf]:
         """Return what may train."""
 
+    def drift(self, leaves: Sequence[Leaf]) -> tuple[str, ...] | None:
+        """Return how leaves differ from their rendered text; None where that is not known."""
+
     async def close(self) -> None:
         """End the session."""
 

@@ -136,6 +136,9 @@ class MessageSession:
         """Return nothing: without tokens nothing can train."""
         return []
 
+    def drift(self, leaves: Sequence[Leaf]) -> None:
+        """Return None: there are no tokens."""
+
     async def close(self) -> None:
         """End the session: calls under way are given up and raise SessionClosedError. Safe to call twice."""
         if not self.closed:

@@ -79,6 +79,8 @@ class Renderer:
         self._plain: tokenizers.Tokenizer | None = None
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = {index: token.content for index, token in added.items() if token.special}
+        #: ids of control tokens
+        self.control_ids = frozenset(self._special)
         self._control = _alternatives(self._special.values())
         self._marked = re.compile(f"{_OPEN}(.*?){_CLOSE}|[{_OPEN}{_CLOSE}]", re.DOTALL)
         self._variables = {**token_variables(config), **(template_variables or {})}

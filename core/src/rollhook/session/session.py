@@ -14,6 +14,7 @@ import orjson
 from rollhook.agent import Reply
 from rollhook.engine.base import SamplingParams
 from rollhook.messages import Message, ToolSchema
+from rollhook.records import DRIFT_CATEGORIES
 from rollhook.session.common import (
     Calls,
     DeltaSink,
@@ -25,6 +26,7 @@ from rollhook.session.common import (
     nothing,
     turn_seed,
 )
+from rollhook.session.drift import drift
 from rollhook.session.fleet import Route
 from rollhook.session.tree import Key, Leaf, Node, Tree, message_key
 
@@ -151,6 +153,17 @@ class Session:
     def leaves(self) -> list[Leaf]:
         """Return what may train: one leaf per branch, a completion that branches share only in the first."""
         return self._tree.leaves()
+
+    def drift(self, leaves: Sequence[Leaf]) -> tuple[str, ...] | None:
+        """Return how leaves differ from their rendered text (see `rollhook.session.drift`).
+
+        None where one cannot be rendered. Slow: to be called on a thread.
+        """
+        found = [drift(self._renderer, leaf) for leaf in leaves]
+        known = [categories for categories in found if categories is not None]
+        if len(known) < len(found):
+            return None
+        return tuple(name for name in DRIFT_CATEGORIES if any(name in categories for categories in known))
 
     @property
     def versions(self) -> tuple[int, int] | None:

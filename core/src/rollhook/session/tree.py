@@ -124,8 +124,8 @@ class Leaf:
     """One path through the tree as it is trained on (see `rollhook.records.Sample`).
 
     `token_ids` int32[T]; `mask` uint8[T], 1 on generated tokens that train here; `logprobs` float32[T], 0
-    where mask is 0; `spans` int32[S, 4] over the masked-in tokens; `messages` the whole conversation, `reply`
-    the place in `token_ids` where its last message begins.
+    where mask is 0; `spans` int32[S, 4] over the masked-in tokens; `messages` the whole conversation,
+    `replies` the places (start, end) in `token_ids` of what was generated, trained here or not.
     """
 
     token_ids: NDArray[np.int32]
@@ -135,7 +135,7 @@ class Leaf:
     messages: tuple[Message, ...] = ()
     finish_reason: str = ""
     tools: tuple[ToolSchema, ...] = ()
-    reply: int = 0
+    replies: tuple[tuple[int, int], ...] = ()
 
 
 class Tree:
@@ -242,5 +242,5 @@ def _leaf(end: Node, trained: set[Node]) -> Leaf:
         messages=tuple(message for node in path for message in node.messages),
         finish_reason=end.finish_reason,
         tools=tuple(orjson.loads(end.tools)) if end.tools else (),
-        reply=end.start,
+        replies=tuple((node.start, node.end) for node in path),
     )
