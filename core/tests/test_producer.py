@@ -3,78 +3,14 @@
 import asyncio
 import dataclasses
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from producing import BROKEN, FAIL, PASS, TASK, ScriptedRunner, finished, holding, producer
 
-from rollhook.environment import Task
 from rollhook.errors import RollhookError
-from rollhook.recipe.schema import Rollout
-from rollhook.records import EpisodeRecord, Group, Outcome, Sample
+from rollhook.records import Group, Outcome
 from rollhook.runtime.batch import Batch, Prompt, VerdictWatch, batch_metrics, permute_rewards
-from rollhook.runtime.episode import EpisodeResult
-from rollhook.runtime.live import Live
-from rollhook.runtime.producer import Producer
-
-TASK = Task("t1", "d1", "train", "sort")
-
-
-def finished(request, outcome):
-    record = EpisodeRecord(
-        episode_id=request.episode_id, run_id="r", attempt=1, purpose="train", group_id=request.group_id,
-        task_id=request.task.id, task_digest="d", environment="fake", family=request.task.family,
-        seed=request.seed, ended="infra" if outcome.kind == "infra_error" else "done", outcome=outcome,
-        reward=outcome.reward,
-    )  # fmt: skip
-    samples = [sample(request.episode_id, outcome.reward)] if outcome.trains else []
-    return EpisodeResult(record, samples)
-
-
-def sample(episode_id, reward):
-    ones = np.ones(2, np.uint8)
-    return Sample(
-        episode_id, episode_id[:-7], "t1", 0, np.array([1, 2], np.int32), ones, np.zeros(2, np.float32),
-        np.array([[0, 2, 1, 1]], np.int32), reward, "scored",
-    )  # fmt: skip
-
-
-class ScriptedRunner:
-    """Gives the outcomes of a script in order, the last one for ever; counts what runs at once."""
-
-    def __init__(self, outcomes):
-        self.outcomes = list(outcomes)
-        self.requests = []
-        self.running = self.most = 0
-
-    async def run(self, request):
-        self.requests.append(request)
-        self.running += 1
-        self.most = max(self.most, self.running)
-        for _ in range(20):
-            await asyncio.sleep(0)
-        self.running -= 1
-        outcome = self.outcomes.pop(0) if len(self.outcomes) > 1 else self.outcomes[0]
-        return finished(request, outcome)
-
-
-PASS, FAIL = Outcome("scored", 1.0), Outcome("scored", 0.0)
-BROKEN = Outcome("infra_error", boundary="sandbox", cause="gone")
-
-
-def producer(runner, steps=1, accept=lambda group: None, live=None, attempt=1, **rollout):
-    settings = Rollout(**{"group_size": 4, "batch_groups": 1, **rollout})
-    drawn = []
-
-    async def draw(step):
-        drawn.append(step)
-        return [Prompt(f"s{step:05d}-g{n:03d}", TASK, "fake") for n in range(settings.batch_groups)]
-
-    made = Producer(
-        {"fake": runner}, settings, steps=steps, seed=0, attempt=attempt, draw=draw, accept=accept, live=live
-    )
-    made.drawn = drawn
-    return made
 
 
 async def collect(outcomes, prompts=1, accept=lambda group: None, **rollout):
@@ -98,7 +34,7 @@ async def test_a_failed_episode_is_refilled_within_its_group():
 
 
 async def test_a_group_that_cannot_be_filled_is_rejected_and_never_trains():
-    runner, batch = await collect([BROKEN], refill_limit=3)
+    runner, batch = await collect([BROKEN], refill_limit=3, unused="drop")
     assert [(reason, group.samples) for group, reason in batch.rejected] == [("incomplete", [])]
     assert len(runner.requests) == 4 + 3
     assert batch_metrics(batch)["outcome/infra_error"] == 7
@@ -182,7 +118,7 @@ def test_metrics_of_an_empty_batch():
 
 async def test_steps_in_a_row_without_a_verdict_end_the_run_and_say_why():
     watch = VerdictWatch(limit=3)
-    _, broken = await collect([BROKEN], refill_limit=0)
+    _, broken = await collect([BROKEN], refill_limit=0, unused="drop")
     _, sound = await collect([FAIL])
     for batch in (broken, broken, sound, broken, broken):
         watch.check(batch)
@@ -190,57 +126,10 @@ async def test_steps_in_a_row_without_a_verdict_end_the_run_and_say_why():
         watch.check(broken)
 
 
-class HeldRunner:
-    """Episodes that are in the agent's node until they are let go with the version of their tokens."""
-
-    def __init__(self):
-        self.live = Live()
-        self.waiting = {}
-
-    async def run(self, request):
-        with self.live.running(request, 1000.0) as live:
-            self.live.enter(live, "agent", None)
-            self.waiting[request.episode_id] = done = asyncio.get_running_loop().create_future()
-            try:
-                version, reward = await done
-            except asyncio.CancelledError:
-                if not live.cancelled or asyncio.current_task().uncancel() > 0:
-                    raise
-                return finished(request, Outcome("cancelled", cause=live.cancelled))
-            finally:
-                del self.waiting[request.episode_id]
-            result = finished(request, Outcome("scored", reward))
-            spans = np.array([[0, 2, version, version]], np.int32)
-            return EpisodeResult(result.record, [dataclasses.replace(result.samples[0], spans=spans)])
-
-    async def until(self, count):
-        """Wait until so many episodes run."""
-        async with asyncio.timeout(5):
-            while len(self.waiting) < count:
-                await asyncio.sleep(0)
-
-    async def end(self, version, *episode_ids):
-        """End these episodes, rewarded in turn; without any, all that run."""
-        for number, episode_id in enumerate(episode_ids or sorted(self.waiting)):
-            self.waiting[episode_id].set_result((version, float(number % 2)))
-        for _ in range(20):
-            await asyncio.sleep(0)
-
-
 @pytest.fixture
 async def held():
-    """A runner of held episodes and a maker of producers over it that are closed afterwards."""
-    runner, made = HeldRunner(), []
-
-    def make(steps, step=0, versions=None, owned=(), next_step=0, **rollout):
-        keys = {"group_size": 2, "batch_groups": 2, "max_concurrent": 100, **rollout}
-        made.append(producer(runner, steps=steps, live=runner.live, **keys))
-        made[-1].start(step, versions or {1: 0}, owned=owned, next_step=next_step)
-        return made[-1]
-
-    yield runner, make
-    for each in made:
-        await each.aclose()
+    async with holding() as made:
+        yield made
 
 
 @pytest.mark.parametrize("limit", [0, 1, 3])
@@ -299,9 +188,11 @@ async def test_a_finished_sibling_that_becomes_stale_is_run_again(held):
     assert second in runner.waiting  # one version behind is allowed
     await runner.end(2, *(e for e in sorted(runner.waiting) if "s00002" in e))
     await made.batch()
-    made.published(
-        3, 2
-    )  # two behind is not: the live one was seen before version 2, the other is of version 1
+    # the last step that could take version 1 has gone without them: both are made again at once
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert sorted(runner.waiting) == ["a1-s00000-g000-e00-t1", "a1-s00000-g000-e01-t1"]
+    made.published(3, 2)
     await runner.until(4)
     assert {e for e in runner.waiting if "s00000" in e} == {
         "a1-s00000-g000-e00-t1",
@@ -318,7 +209,7 @@ async def test_a_finished_sibling_that_becomes_stale_is_run_again(held):
 
 async def test_a_group_whose_refills_are_used_up_is_given_up_as_stale(held):
     runner, make = held
-    made = make(9, max_staleness=0, batch_groups=1, refill_limit=0)
+    made = make(9, max_staleness=0, batch_groups=1, refill_limit=0, unused="drop")
     await runner.until(2)
     await runner.end(1, sorted(runner.waiting)[0])
     made.published(2, 1)  # weights that this group never waited for
@@ -331,7 +222,7 @@ async def test_a_group_whose_refills_are_used_up_is_given_up_as_stale(held):
 
 async def test_a_group_that_became_stale_while_it_waited_does_not_train(held):
     runner, make = held
-    made = make(9, max_staleness=0, batch_groups=1)
+    made = make(9, max_staleness=0, batch_groups=1, unused="drop")
     await runner.until(2)
     await runner.end(1)
     made.published(2, 1)
@@ -422,8 +313,10 @@ async def test_prompts_of_earlier_attempts_come_first_and_keep_their_finished_ep
     kept = dataclasses.replace(kept, record=dataclasses.replace(kept.record, attempt=0, completion_tokens=7))
     group.records.append(kept.record)
     group.samples.extend(kept.samples)
-    whole = Group("s00000-g000", "t1", "fake", "sort", 2, [kept.record, kept.record], [*kept.samples] * 2)
-    whole.records[0] = dataclasses.replace(kept.record, episode_id="a0-s00000-g000-e00-t0")
+    ids = ["a0-s00000-g000-e00-t0", "a0-s00000-g000-e01-t0"]
+    whole = Group("s00000-g000", "t1", "fake", "sort", 2)
+    whole.records = [dataclasses.replace(kept.record, episode_id=each) for each in ids]
+    whole.samples = [dataclasses.replace(kept.samples[0], episode_id=each) for each in ids]
     owned = [(Prompt(each.group_id, TASK, "fake"), each) for each in (whole, group)]
     made = make(9, owned=owned, next_step=1, drop_zero_variance=False)
     await runner.until(1)

@@ -121,7 +121,8 @@ def no_effect(c: Composition) -> Iterator[Problem]:
         return
     if c.trains and not c.trains_on_episodes:
         keys = ["group_size", "batch_groups", "submission", "refill_limit", "drop_zero_variance"]
-        keys += ["draw", "draw_floor", "permute_rewards", "max_staleness", "buffer_groups"]
+        keys += ["draw", "draw_floor", "permute_rewards", "max_staleness", "buffer_groups", "min_group"]
+        keys += ["unused", "fill", "adaptive_concurrency"]
         keys += ["pause_mode"]
         keys = [f"rollout.{key}" for key in keys] + ["outcomes"]
         if r.evaluation.every:
@@ -136,8 +137,9 @@ def no_effect(c: Composition) -> Iterator[Problem]:
         yield from _idle(c, keys, c.layer("trainer"), "there is no trainer")
     if c.asks_endpoint and not c.trains:
         keys = ["router", "model.path", "model.init", "model.tokenizer", "model.chat_template"]
-        reason = f"engine {_use(r.engine)} asks an endpoint, which renders and routes by itself"
         keys += ["model.chat_template_kwargs", "model.tool_parser", "model.reasoning_parser"]
+        keys += ["gateway.matcher"]
+        reason = f"engine {_use(r.engine)} asks an endpoint, which renders and routes by itself"
         yield from _idle(c, keys, c.layer("engine"), reason)
     if r.rollout.draw == "uniform":
         yield from _idle(c, ["rollout.draw_floor"], c.layer("rollout.draw"), "rollout.draw is uniform")
@@ -206,6 +208,16 @@ def numbers(c: Composition) -> Iterator[Problem]:
             "rollout.buffer_groups",
             f"{rollout.buffer_groups} is less than rollout.batch_groups, {rollout.batch_groups}: "
             "no batch would ever be complete",
+        )
+    if rollout.min_group is not None and rollout.min_group > rollout.group_size:
+        yield Problem(
+            "rollout.min_group",
+            f"{rollout.min_group} is more than rollout.group_size, {rollout.group_size}: nothing would train",
+        )
+    if rollout.fill and rollout.permute_rewards:
+        yield Problem(
+            "rollout.fill",
+            "has no meaning with rollout.permute_rewards, which decides on groups once a step has them all",
         )
     sandbox = c.recipe.sandbox
     if sandbox and sandbox.warm > rollout.max_concurrent:
@@ -293,17 +305,6 @@ def model(c: Composition) -> Iterator[Problem]:
         )
 
 
-def gateway(c: Composition) -> Iterator[Problem]:
-    """Who may reach the sessions."""
-    bind, key = c.recipe.gateway.bind, "gateway.bind"
-    try:
-        loopback = bind == "localhost" or ipaddress.ip_address(bind).is_loopback
-    except ValueError:
-        yield Problem(
-            key,
-            f"{bind!r} is not an IP address",
-            allowed="for example 127.0.0.1, or 0.0.0.0 for all interfaces",
-        )
 def parsers(c: Composition) -> Iterator[Problem]:
     """How replies are parsed."""
     m = c.recipe.model
@@ -319,6 +320,17 @@ def parsers(c: Composition) -> Iterator[Problem]:
             yield Problem(f"model.{key}", f"{name!r} is unknown", allowed=", ".join(names))
 
 
+def gateway(c: Composition) -> Iterator[Problem]:
+    """Who may reach the sessions."""
+    bind, key = c.recipe.gateway.bind, "gateway.bind"
+    try:
+        loopback = bind == "localhost" or ipaddress.ip_address(bind).is_loopback
+    except ValueError:
+        yield Problem(
+            key,
+            f"{bind!r} is not an IP address",
+            allowed="for example 127.0.0.1, or 0.0.0.0 for all interfaces",
+        )
         return
     if not loopback and c.recipe.gateway.token is None:
         yield Problem(
@@ -380,9 +392,9 @@ _RULES: list[Callable[[Composition], Iterator[Problem]]] = [
     numbers,
     budgets,
     model,
+    parsers,
     gateway,
     launcher,
     lists,
     sandbox_isolation,
-    parsers,
 ]

@@ -168,10 +168,20 @@ class Rollout(_Section):
     submission: Annotated[Literal["episode", "group"], Field(description="what a free slot takes")] = (
         "episode"
     )
-    max_staleness: Annotated[
-        int,
+    min_group: Annotated[
+        int | None,
         Field(
-            ge=0, description="weight versions that a trained token may lag; 0: no episode runs in training"
+            ge=2,
+            description="episodes with which a group trains when the others failed or are too late; default: "
+            "group_size, only whole groups",
+        ),
+    ] = None
+    max_staleness: Annotated[
+        int | None,
+        Field(
+            ge=0,
+            description="optimizer steps that a trained token may lag; 0: no episode runs in training; null: "
+            "no limit",
         ),
     ] = 0
     pause_mode: Annotated[
@@ -183,8 +193,25 @@ class Rollout(_Section):
     ] = "in_place"
     buffer_groups: Annotated[
         PositiveInt | None,
-        Field(description="groups are started only while fewer finished ones wait; default: no such limit"),
+        Field(
+            description="groups are started only while fewer finished ones wait; default: twice batch_groups"
+        ),
     ] = None
+    unused: Annotated[
+        Literal["recycle", "drop"],
+        Field(
+            description="groups that became stale or could not be filled: recycle: their prompts are made "
+            "anew first; drop: they are rejected"
+        ),
+    ] = "recycle"
+    fill: Annotated[
+        bool,
+        Field(description="rejected groups do not count: a step takes batch_groups groups that train"),
+    ] = False
+    adaptive_concurrency: Annotated[
+        bool,
+        Field(description="fewer episodes than max_concurrent while requests queue at the engines"),
+    ] = False
     refill_limit: Annotated[int, Field(ge=0, description="replacements of failed episodes per group")] = 4
     drop_zero_variance: Annotated[
         bool, Field(description="groups whose rewards are all equal do not train")
@@ -279,6 +306,13 @@ class Gateway(_Section):
     token: Annotated[
         Secret | None, Field(description="secret that clients must show: env:NAME or file:PATH")
     ] = None
+    matcher: Annotated[
+        Literal["strict", "thin"],
+        Field(
+            description="whether agents pass replies back whole (strict) or may leave their reasoning out "
+            "(thin), whose tokens are kept all the same"
+        ),
+    ] = "strict"
 
 
 class Recipe(_Section):

@@ -41,8 +41,9 @@ class Batch:
     """What a step takes: the groups that train, in order, and what was rejected and why.
 
     `seconds` since the batch before was taken, of which the trainer `waited` so many; `staleness` in steps of
-    each sample that trains; `waiting` groups were ready beyond this batch, `in_flight` episodes ran. It was
-    taken by `attempt`, of which an episode need not be.
+    each sample that trains; `waiting` groups were ready beyond this batch, `in_flight` episodes ran, at most
+    `limit`. `strays` have ended whose groups an earlier step took without them. It was taken by `attempt`, of
+    which an episode need not be.
     """
 
     accepted: list[Group] = field(default_factory=list)
@@ -52,6 +53,8 @@ class Batch:
     staleness: list[float] = field(default_factory=list)
     waiting: int = 0
     in_flight: int = 0
+    limit: int = 0
+    strays: list[EpisodeRecord] = field(default_factory=list)
     attempt: int = 1
 
     @property
@@ -62,7 +65,8 @@ class Batch:
     @property
     def records(self) -> list[EpisodeRecord]:
         """The records of all episodes, refilled and stale ones included."""
-        return [record for group in self.groups for record in (*group.records, *group.discarded)]
+        of_groups = [record for group in self.groups for record in (*group.records, *group.discarded)]
+        return of_groups + self.strays
 
     def samples(self) -> list[list[Sample]]:
         """The samples that train, by group."""
@@ -101,8 +105,9 @@ def failed(record: EpisodeRecord) -> bool:
 
 def rejection(group: Group, rollout: Rollout, accept: AcceptGroup) -> str | None:
     """Return why a group does not train, or None."""
-    if group.size > sum(not failed(record) for record in group.records):
-        stale = group.discarded or any(record.outcome.cause == "stale" for record in group.records)
+    if sum(not failed(record) for record in group.records) < (rollout.min_group or group.size):
+        stale = any(record.outcome.cause == "stale" or not failed(record) for record in group.discarded)
+        stale = stale or any(record.outcome.cause == "stale" for record in group.records)
         return "stale" if stale else "incomplete"
     if len(group.rewards) < 2:
         return "too_few_rewards"

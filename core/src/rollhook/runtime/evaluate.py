@@ -7,6 +7,7 @@ import logging
 import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -115,7 +116,7 @@ def passed(record: EpisodeRecord) -> bool:
 async def run_trial(
     runner: Runner,
     trial: Trial,
-    slots: asyncio.Semaphore,
+    slots: AbstractAsyncContextManager[object],
     *,
     started: Started,
     finished: Finished,
@@ -148,7 +149,7 @@ async def evaluate(  # noqa: PLR0913 - what an evaluation is made of
     step: int,
     attempt: int,
     seed: int,
-    slots: asyncio.Semaphore,
+    slots: AbstractAsyncContextManager[object],
     retries: int = 2,
     started: Started = lambda request: None,
     finished: Finished = lambda result: None,

@@ -1,56 +1,52 @@
 """The producer: keeps groups of episodes in the making while the trainer trains.
 
-A step takes the next `batch_groups` groups to finish; those that are rejected count and do not train. At most
-`(steps done + max_staleness + 1) x batch_groups` prompts are taken up, counted from the start of the run, so
-that tokens are rarely older than `max_staleness` weight versions (AReaL's bound, arXiv:2505.24298); what
-gets older all the same is ended as soon as that is certain. With `max_staleness` 0 every step waits for
-episodes of its own weights.
+A step takes `batch_groups` groups, those with the oldest tokens first. At most
+`(steps done + max_staleness + 1) x batch_groups` prompts are taken up, counted from the start of the run
+(AReaL's bound, arXiv:2505.24298), so that what is made can be trained in time. What gets older all the same
+ends as soon as no step can take it any more: when the last step that could have has taken its groups. With
+`max_staleness` 0 every step waits for episodes of its own weights.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import time
-from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rollhook.engine import SamplingParams
 from rollhook.errors import first_of
-from rollhook.records import Group
+from rollhook.records import EpisodeRecord, Group
 from rollhook.runtime.batch import Batch, Prompt, failed, permute_rewards, rejection
+from rollhook.runtime.books import Books
+from rollhook.runtime.buffer import Buffer
+from rollhook.runtime.concurrency import INTERVAL, AdaptiveLimit
 from rollhook.runtime.episode import EpisodeRequest, EpisodeResult, Runner
 from rollhook.runtime.live import Live
+from rollhook.runtime.making import ROUNDS, Making, member
 from rollhook.runtime.seeds import derive
+from rollhook.runtime.slots import Slots
 
 if TYPE_CHECKING:
     from rollhook.recipe.schema import Rollout
 
-
-@dataclass(eq=False)
-class _Making:
-    """A group in the making, or one that is given up (`doomed`); `tries` by place, `live` episode ids.
-
-    `missing` are the places that no episode fills yet; once there are none, `tasks` takes no more.
-    """
-
-    prompt: Prompt
-    group: Group
-    tasks: asyncio.TaskGroup | None = None
-    tries: dict[int, int] = field(default_factory=lambda: defaultdict(int))
-    doomed: bool = False
-    live: set[str] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        filled = {member(record.episode_id) for record in self.group.records}
-        self.missing = [number for number in range(self.group.size) if number not in filled]
+logger = logging.getLogger(__name__)
+#: seconds without a finished episode, while the trainer waits, after which a warning says so
+STALLED = 600.0
+#: why the producer itself ends episodes
+_OURS = ("stale", "incomplete")
 
 
 class Producer:
-    """Makes groups until closed. `draw` gives the prompts of a nominal step, on disk before they are run."""
+    """Makes groups until closed. `draw` gives the prompts of a nominal step, on disk before they are run.
+
+    `draining` says that the run ends after the step under way: nothing is started beyond it. `pressure` is
+    the mean time that requests queue at the engines, for `rollout.adaptive_concurrency`.
+    """
 
     def __init__(  # noqa: PLR0913 - what the making of groups needs
         self,
@@ -66,6 +62,10 @@ class Producer:
         finished: Callable[[EpisodeResult], None] = lambda result: None,
         live: Live | None = None,
         clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        draining: Callable[[], bool] = lambda: False,
+        pressure: Callable[[], float | None] = lambda: None,
+        books: Books | None = None,
     ) -> None:
         self._runners = runners
         self._rollout = rollout
@@ -78,19 +78,25 @@ class Producer:
         self._finished = finished
         self._live = live or Live()
         self._clock = clock
-        #: a slot is an episode's, or a whole group's where groups are submitted
-        self._by_group = rollout.submission == "group"
-        self._slots = asyncio.Semaphore(
-            max(1, rollout.max_concurrent // rollout.group_size) if self._by_group else rollout.max_concurrent
-        )
-        self._waiting: deque[tuple[Prompt, Group]] = deque()
-        self._making: dict[str, _Making] = {}
-        self._ready: list[Group] = []
-        self._step = self._next_step = 0
-        self._versions: dict[int, int] = {}
-        self._taken = self._wanted = 0
-        self._paused = False
+        self._sleep = sleep
+        self._draining = draining
+        self._pressure = pressure
+        #: where each training episode of this attempt is
+        self.books = books or Books()
         self._changed = asyncio.Event()
+        #: of training episodes and of others that run beside them
+        self.slots = Slots(rollout.max_concurrent, self._changed.set)
+        self._by_group = rollout.submission == "group"
+        self._limit = 1e9 if rollout.max_staleness is None else rollout.max_staleness
+        self._waiting: deque[Making] = deque()
+        self._making: dict[str, Making] = {}
+        self._buffer = Buffer(rollout.buffer_groups or 2 * rollout.batch_groups, rollout.fill)
+        self._strays: list[EpisodeRecord] = []
+        #: steps in the newest weights, and the step that takes the next batch
+        self._step = self._next = 0
+        self._versions: dict[int, int] = {}
+        self._next_draw = self._taken = self._ends = 0
+        self._paused = self._awaited = False
         self._task: asyncio.Task[None] | None = None
         self._asked = clock()
 
@@ -109,42 +115,38 @@ class Producer:
         `owned` are prompts drawn before that no surviving step has taken, each with what is there of its
         group; `next_step` is the first nominal step that was not drawn.
         """
-        self._step, self._versions, self._next_step = step, dict(versions), next_step
+        self._step, self._versions, self._next_draw = step, dict(versions), next_step
+        self._next = step
         self._taken = step * self._rollout.batch_groups
-        self._waiting.extend(owned)
+        for prompt, group in owned:
+            self._waiting.append(Making(prompt, group))
+            for record in group.records:
+                self.books.take_over(record.episode_id)
         self._task = asyncio.ensure_future(self._run())
         self._task.add_done_callback(lambda _: self._changed.set())
 
     async def batch(self) -> Batch:
         """Return the groups of the next step once they are there; raises what stopped the producer."""
         count, began = self._rollout.batch_groups, self._clock()
-        await self._until(lambda: len(self._ready) >= count or self._ended())
+        self._awaited = True
+        self._changed.set()
+        await self._until(lambda: self._buffer.enough(count) or self._ended())
+        self._awaited = False
         if self._ended():
             assert self._task is not None
             error = self._task.exception()
             raise first_of(error) if error is not None else RuntimeError("the producer was closed")
         now = self._clock()
-        batch = Batch(
-            seconds=now - self._asked,
-            waited=now - began,
-            waiting=len(self._ready) - count,
-            attempt=self._attempt,
-        )
+        batch = Batch(seconds=now - self._asked, waited=now - began, attempt=self._attempt)
         self._asked = now
-        groups = sorted(self._ready[:count], key=lambda group: group.group_id)
-        del self._ready[:count]
-        self._taken += len(groups)
+        self._fill_batch(batch, count)
+        self._taken += count
+        self._next = self._step + 1
+        self._end_stale(max(self._versions))
+        batch.strays, self._strays = self._strays, []
+        batch.waiting, batch.in_flight = len(self._buffer), self.books.in_flight
+        batch.limit = self.slots.limit
         self._changed.set()
-        if self._rollout.permute_rewards:
-            permute_rewards(groups, derive(self._seed, "permute", self._step))
-        for group in groups:
-            reason = "stale" if self._stale(group) else rejection(group, self._rollout, self._accept)
-            if reason is None:
-                batch.accepted.append(group)
-                batch.staleness += [self._age(sample.oldest_version) for sample in group.samples]
-            else:
-                batch.rejected.append((group, reason))
-        batch.in_flight = len(self._live.episodes)
         return batch
 
     def publishing(self, version: int, step: int) -> None:
@@ -154,10 +156,9 @@ class Producer:
     def published(self, version: int, step: int) -> None:
         """Say that all engines serve weights with `step` steps in them; what is too old for them now ends."""
         before = max((known for known in self._versions if known < version), default=None)
-        self._step = step
+        self._step = self._next = step
         self._versions[version] = step
-        for making in list(self._making.values()):
-            self._end_stale(making, before)
+        self._end_stale(before)
         self._changed.set()
 
     def pause(self) -> None:
@@ -168,11 +169,6 @@ class Producer:
         """Start groups again."""
         self._paused = False
         self._changed.set()
-
-    @property
-    def slots(self) -> asyncio.Semaphore | None:
-        """The slots of episodes, for others that run some beside; None where groups are submitted."""
-        return None if self._by_group else self._slots
 
     async def aclose(self) -> None:
         """Cancel what is under way and wait for its end; safe to call twice."""
@@ -185,77 +181,104 @@ class Producer:
 
     async def _run(self) -> None:
         async with asyncio.TaskGroup() as groups:
+            groups.create_task(self._watch())
+            if self._rollout.adaptive_concurrency:
+                groups.create_task(self._adapt())
             while True:
                 await self._until(self._may_start)
                 if not self._waiting:  # drawn as late as can be, with the newest pass rates
                     size = self._rollout.group_size
-                    prompts = await self._draw(self._next_step)
-                    self._next_step += 1
-                    self._waiting.extend((prompt, prompt.group(size)) for prompt in prompts)
-                prompt, group = self._waiting.popleft()
-                self._discard_stale(group)
-                making = _Making(prompt, group)
+                    prompts = await self._draw(self._next_draw)
+                    self._next_draw += 1
+                    self._waiting.extend(Making(prompt, prompt.group(size)) for prompt in prompts)
+                making = self._waiting.popleft()
+                self._discard_stale(making)
+                making.begin(self._next)
                 self._making[making.group.group_id] = making
-                self._wanted += 1 if self._by_group else len(making.missing)
                 groups.create_task(self._make(making))
 
     def _may_start(self) -> bool:
         """Whether another prompt may be taken up now: a slot is free, and nothing that has begun wants it."""
         rollout = self._rollout
-        taken_up = self._taken + len(self._ready) + len(self._making)
-        limit = min(self._step + rollout.max_staleness + 1, self._steps) * rollout.batch_groups
-        full = rollout.buffer_groups is not None and len(self._ready) >= rollout.buffer_groups
-        free = not self._wanted and not self._slots.locked()
-        return free and taken_up < limit and not full and not self._paused
+        making = [each for each in self._making.values() if not each.taken]
+        taken_up = self._taken + len(self._buffer) + len(making)
+        limit = min(self._step + self._limit + 1, self._steps) * rollout.batch_groups
+        if self._draining():
+            limit = min(limit, self._taken + (rollout.batch_groups if self._awaited else 0))
+        unbegun = any(each.tasks is None for each in making)
+        need = min(rollout.group_size, self.slots.limit) if self._by_group else 1
+        room = self.slots.free >= need and not unbegun and not self._buffer.full
+        return room and taken_up < limit and not self._paused
 
-    async def _make(self, making: _Making) -> None:
+    async def _make(self, making: Making) -> None:
         """Make a group to its end."""
-        group = making.group
+        count = min(self._rollout.group_size, self.slots.limit)
         try:
-            async with self._slot(self._by_group), asyncio.TaskGroup() as making.tasks:
-                for number in making.missing:
-                    making.tasks.create_task(self._fill(making, number))
+            async with contextlib.AsyncExitStack() as stack:
+                if self._by_group:
+                    await stack.enter_async_context(self.slots.holding(self.slots.ask(count), count))
+                async with asyncio.TaskGroup() as making.tasks:
+                    for number in making.missing:
+                        making.tasks.create_task(self._fill(making, number, self._ask()))
+                    self._changed.set()
         finally:
-            del self._making[group.group_id]
-        self._ready.append(group)
+            del self._making[making.group.group_id]
+        if not making.taken:
+            self._put(making)
         self._changed.set()
 
-    async def _fill(self, making: _Making, number: int) -> None:
-        """Run one place of a group until an episode fills it or the group's refills are used up."""
-        group = making.group
+    def _put(self, making: Making) -> None:
+        """Let a group that is made wait for the trainer, or make it anew if it became of no use."""
+        reason = rejection(making.group, self._rollout, self._accept)
+        overtaken = making.stale and self._next > making.began
+        if reason in _OURS and self._rollout.unused == "recycle" and (overtaken or making.rounds < ROUNDS):
+            making.again()
+            self._waiting.appendleft(making)
+            return
+        making.reason = reason
+        self._buffer.put(making)
+
+    async def _fill(self, making: Making, number: int, asked: asyncio.Future[None] | None) -> None:
+        """Run one place of a group until an episode fills it or none can any more."""
         while True:
-            async with self._slot(not self._by_group):
-                if making.doomed:
+            async with self.slots.holding(asked) if asked is not None else contextlib.nullcontext():
+                if making.ended or making.taken:
                     break
                 result = await self._episode(making, number)
-            stale = any(self._too_old(sample.oldest_version) for sample in result.samples)
-            if stale:
-                group.discarded.append(result.record)
-            else:
-                group.records.append(result.record)
-                group.samples.extend(result.samples)
-            if not (stale or failed(result.record)) or not self._may_refill(group):
+            if making.taken:
+                self._strays.append(result.record)
                 break
+            if self._keep(making, result):
+                break
+            if not self._may_refill(making):
+                self._lose(making)
+                break
+            asked = self._ask()
         making.missing.remove(number)
 
-    @contextlib.asynccontextmanager
-    async def _slot(self, needed: bool) -> AsyncIterator[None]:
-        """Hold a slot, counted as wanted before, if one is needed here."""
-        if not needed:
-            yield
-            return
-        try:
-            await self._slots.acquire()
-        finally:
-            self._wanted -= 1
-            self._changed.set()
-        try:
-            yield
-        finally:
-            self._slots.release()
-            self._changed.set()
+    def _ask(self) -> asyncio.Future[None] | None:
+        return None if self._by_group else self.slots.ask()
 
-    async def _episode(self, making: _Making, number: int) -> EpisodeResult:
+    def _keep(self, making: Making, result: EpisodeResult) -> bool:
+        """Put a finished episode into its group; False if its place stays open."""
+        group, record = making.group, result.record
+        if any(self._too_old(sample.oldest_version) for sample in result.samples):
+            group.discarded.append(record)
+            making.stale = True
+            self.books.reject([record.episode_id], "stale")
+            return False
+        making.stale |= record.outcome.cause == "stale"
+        group.records.append(record)
+        group.samples.extend(result.samples)
+        return not failed(record)
+
+    def _lose(self, making: Making) -> None:
+        """Give up a place, and the whole group if too few are left."""
+        making.lost += 1
+        if making.group.size - making.lost < (self._rollout.min_group or making.group.size):
+            self._give_up(making, "incomplete")
+
+    async def _episode(self, making: Making, number: int) -> EpisodeResult:
         group, sampling = making.group, self._rollout.sampling
         episode_id = f"a{self._attempt}-{group.group_id}-e{number:02d}-t{making.tries[number]}"
         making.tries[number] += 1
@@ -267,21 +290,69 @@ class Producer:
             sampling=SamplingParams(sampling.temperature, sampling.top_p, sampling.top_k),
         )
         self._started(request)
+        self.books.submit(episode_id)
         making.live.add(episode_id)
         try:
             result = await self._runners[making.prompt.environment].run(request)
         finally:
             making.live.discard(episode_id)
+        self._ends += 1
         self._finished(result)
+        outcome = result.record.outcome
+        if failed(result.record):
+            self.books.reject([episode_id], outcome.cause if outcome.cause in _OURS else outcome.kind)
+        elif making.taken:
+            self.books.reject([episode_id], "stale")
+        else:
+            self.books.buffer(episode_id)
         return result
 
-    def _may_refill(self, group: Group) -> bool:
-        """Take one of the group's refills, if there is one left."""
-        if group.refills >= self._rollout.refill_limit:
+    def _may_refill(self, making: Making) -> bool:
+        """Take one of the group's refills, if there is one left and it is of use."""
+        if making.ended or making.refills >= self._rollout.refill_limit:
             return False
-        group.refills += 1
-        self._wanted += not self._by_group
+        making.refills += 1
+        making.group.refills += 1
         return True
+
+    # -- what a step takes
+
+    def _fill_batch(self, batch: Batch, count: int) -> None:
+        """Choose the groups of a step and say which of them train."""
+        chosen, refused = self._buffer.take(count, self._oldest, self._last_chances())
+        chosen.sort(key=lambda making: making.group.group_id)
+        for making in chosen:
+            making.taken = True
+            self._cancel(making, "stale")
+        if self._rollout.permute_rewards:
+            permute_rewards([each.group for each in chosen], derive(self._seed, "permute", self._step))
+            for making in chosen:
+                making.reason = rejection(making.group, self._rollout, self._accept)
+        for making in (*chosen, *refused):
+            group, reason = making.group, making.reason
+            trained = {sample.episode_id for sample in group.samples} if reason is None else set()
+            rest = [r for r in group.records if not failed(r) and r.episode_id not in trained]
+            self.books.train(trained)
+            for record in rest:
+                why = reason.split(":")[0] if reason is not None else f"no reward: {record.outcome.kind}"
+                self.books.reject([record.episode_id], why)
+            if reason is None:
+                batch.accepted.append(group)
+                batch.staleness += [self._age(sample.oldest_version) for sample in group.samples]
+            else:
+                batch.rejected.append((group, reason))
+
+    def _last_chances(self) -> list[Making]:
+        """Return the unfinished groups that this step is the last to take, if they may train as they are."""
+        if self._rollout.min_group is None or self._rollout.permute_rewards:
+            return []
+        return [
+            making
+            for making in self._making.values()
+            if making.good >= self._rollout.min_group
+            and self._oldest(making) >= self._limit
+            and rejection(making.group, self._rollout, self._accept) is None
+        ]
 
     # -- staleness
 
@@ -291,43 +362,59 @@ class Producer:
             return 0.0
         return self._step - self._versions[version] if version in self._versions else math.inf
 
+    def _oldest(self, making: Making) -> float:
+        """Return how many steps the oldest token of a group lags."""
+        return max((self._age(sample.oldest_version) for sample in making.group.samples), default=0.0)
+
     def _too_old(self, version: int | None) -> bool:
-        return self._age(version) > self._rollout.max_staleness
+        """Whether the next step may not take tokens of a version."""
+        return self._age(version) + self._next - self._step > self._limit
 
-    def _stale(self, group: Group) -> bool:
-        return any(self._too_old(sample.oldest_version) for sample in group.samples)
+    def _end_stale(self, newest: int | None) -> None:
+        """End what no step can take any more. An agent without a reply began under `newest`, or later."""
+        for making in list(self._making.values()):
+            self._end_stale_episodes(making, newest)
+        for making in self._buffer:
+            if self._discard_stale(making):
+                self._buffer.remove(making)
+                self._put(making)
 
-    def _end_stale(self, making: _Making, before: int | None) -> None:
+    def _end_stale_episodes(self, making: Making, newest: int | None) -> None:
         """Cancel a group's live episodes that are too old, and run finished ones that are again."""
-        for episode_id in making.live:
+        if making.taken:
+            return
+        for episode_id in list(making.live):
             live = self._live.episodes.get(episode_id)
             if live is None:
                 continue
             if live.node == "agent" and live.oldest_version is None:
-                live.first_version = before  # its first reply began under the weights before
+                live.first_version = newest
             if self._too_old(live.oldest_version):
                 live.cancel("stale")
-        group, tasks = making.group, making.tasks
-        for number in self._discard_stale(group):
-            if tasks is not None and making.missing and not making.doomed and self._may_refill(group):
+        for number in self._discard_stale(making):
+            if making.tasks is None:
                 making.missing.append(number)
-                tasks.create_task(self._fill(making, number))
+            elif making.missing and self._may_refill(making):
+                making.missing.append(number)
+                making.tasks.create_task(self._fill(making, number, self._ask()))
             else:
-                self._give_up(making)
+                self._lose(making)
 
-    def _discard_stale(self, group: Group) -> list[int]:
+    def _discard_stale(self, making: Making) -> list[int]:
         """Take the finished episodes that are too old out of a group; return their places."""
-        stale = {s.episode_id for s in group.samples if self._too_old(s.oldest_version)}
-        group.samples = [sample for sample in group.samples if sample.episode_id not in stale]
-        group.discarded += [record for record in group.records if record.episode_id in stale]
-        group.records = [record for record in group.records if record.episode_id not in stale]
-        return [member(episode_id) for episode_id in sorted(stale)]
+        gone = making.discard(self._too_old)
+        self.books.reject([record.episode_id for record in gone], "stale")
+        return [member(record.episode_id) for record in gone]
 
-    def _give_up(self, making: _Making) -> None:
-        making.doomed = True
-        for episode_id in making.live:
+    def _give_up(self, making: Making, why: str) -> None:
+        """End a group that cannot be filled."""
+        making.ended = why
+        self._cancel(making, why)
+
+    def _cancel(self, making: Making, why: str) -> None:
+        for episode_id in list(making.live):
             if (live := self._live.episodes.get(episode_id)) is not None:
-                live.cancel("stale")
+                live.cancel(why)
 
     # -- waiting
 
@@ -339,7 +426,22 @@ class Producer:
             self._changed.clear()
             await self._changed.wait()
 
+    async def _watch(self) -> None:
+        """Say when the trainer waits and nothing finishes."""
+        while True:
+            ends = self._ends
+            await self._sleep(STALLED)
+            if self._awaited and self._ends == ends:
+                logger.warning(
+                    "the trainer waits and no episode has finished for %g s; %d are in flight: "
+                    "`rollhook doctor` says what they wait for",
+                    STALLED, self.books.in_flight,
+                )  # fmt: skip
 
-def member(episode_id: str) -> int:
-    """Return the place of an episode in its group."""
-    return int(episode_id.rpartition("-e")[2].partition("-")[0])
+    async def _adapt(self) -> None:
+        """Let as many episodes run as the engines bear."""
+        adaptive = AdaptiveLimit(self._rollout.group_size, self._rollout.max_concurrent)
+        while True:
+            await self._sleep(INTERVAL)
+            self.slots.limit = adaptive.look(self._pressure())
+            self._changed.set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ from rollhook.episode_store import read_records, read_samples
 from rollhook.errors import RunError
 from rollhook.records import EpisodeRecord, Group
 from rollhook.runtime.batch import Prompt, failed
-from rollhook.runtime.producer import member
+from rollhook.runtime.making import member
 
 if TYPE_CHECKING:
     from rollhook.recipe.schema import Recipe
@@ -44,14 +45,15 @@ def owned_prompts(
     groups = {group_id: group for group_id, (_, group) in owned.items()}
     refused: dict[str, str] = {}
     if groups:
-        kept = _put_records(lineage, run, recipe.rollout.max_staleness, groups, refused)
+        limit = recipe.rollout.max_staleness
+        kept = _put_records(lineage, run, math.inf if limit is None else limit, groups, refused)
         for sample in read_samples(run.episodes, kept) if kept else ():
             groups[sample.group_id].samples.append(sample)
     return list(owned.values()), refused
 
 
 def _put_records(
-    lineage: Lineage, run: RunDir, limit: int, groups: dict[str, Group], refused: dict[str, str]
+    lineage: Lineage, run: RunDir, limit: float, groups: dict[str, Group], refused: dict[str, str]
 ) -> set[str]:
     """Put the records of episodes that may still train into their groups; return their ids."""
     kept: dict[tuple[str, int], str] = {}
@@ -70,7 +72,7 @@ def _put_records(
     return set(kept.values())
 
 
-def _unfit(record: EpisodeRecord, lineage: Lineage, limit: int) -> str:
+def _unfit(record: EpisodeRecord, lineage: Lineage, limit: float) -> str:
     """Return why an episode may not train any more; empty when it may."""
     steps = [lineage.versions.get(version) for version in record.versions or ()]
     if any(step is None for step in steps):

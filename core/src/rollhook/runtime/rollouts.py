@@ -29,6 +29,7 @@ from rollhook.runtime.producer import Producer
 from rollhook.runtime.reuse import owned_prompts
 from rollhook.runtime.rollout_worker import RolloutWorker, build_environments, distinct, sampling_of
 from rollhook.runtime.seeds import derive
+from rollhook.runtime.slots import Slots
 from rollhook.session import Policy
 
 if TYPE_CHECKING:
@@ -47,11 +48,18 @@ class Rollouts:
     Parts are released in the reverse order of their making, also after a failed start.
     """
 
-    def __init__(self, parts: Parts, attempt: Attempt, finished: Finished) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        attempt: Attempt,
+        finished: Finished,
+        draining: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._parts = parts
         self._recipe: Recipe = parts.recipe
         self._attempt = attempt
         self._finished = finished
+        self._draining = draining
         self._stack = AsyncExitStack()
         self._engine: Engine | None = None
         self._rollout: RolloutWorker
@@ -139,6 +147,8 @@ class Rollouts:
             started=self._journal_start,
             finished=self._finished,
             live=self.live,
+            draining=self._draining,
+            pressure=self._queue_seconds,
         )
         self._stack.push_async_callback(self._producer.aclose)
         self._producer.start(step, lineage.versions, next_step=lineage.next_step, owned=owned)
@@ -196,10 +206,14 @@ class Rollouts:
                 found.append(evaluation)
         return found
 
-    def _slots(self) -> asyncio.Semaphore:
-        """Return the slots of an evaluation: those of the training episodes, if each takes one."""
-        shared = self._producer.slots if self._producer is not None else None
-        return shared or asyncio.Semaphore(self._recipe.rollout.max_concurrent)
+    def _slots(self) -> Slots:
+        """Return the slots of an evaluation: those of the training episodes, once there are any."""
+        return self._producer.slots if self._producer else Slots(self._recipe.rollout.max_concurrent)
+
+    def _queue_seconds(self) -> float | None:
+        """Return how long requests queue at the engines, as a mean over the healthy ones."""
+        waits = [entry.queue_seconds for entry in self._rollout.table if entry.healthy]
+        return sum(waits) / len(waits) if waits else None
 
     async def update(self, path: Path, version: int, step: int) -> None:
         """Bring weights with `step` steps to every engine; one that fails is revived or leaves."""

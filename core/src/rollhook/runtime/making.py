@@ -1,0 +1,76 @@
+"""A group of episodes in the making: which places are filled, tried, lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from rollhook.records import EpisodeRecord, Group
+from rollhook.runtime.batch import Prompt, failed
+
+#: rounds of a group that could not be filled, after which it is rejected
+ROUNDS = 2
+
+
+@dataclass(eq=False)
+class Making:
+    """A prompt's group on its way: queued, in the making, waiting for the trainer, or back in the queue.
+
+    `missing` are the places that no episode fills yet; once there are none, `tasks` takes no more. `lost`
+    counts those that none will fill. `refills` are those of this round, in which something became `stale`;
+    `tries` counts by place, `live` are ids of episodes under way. `ended` says why the group is given up,
+    `taken` that a step has it. `reason` is why it does not train, known once it is made.
+    """
+
+    prompt: Prompt
+    group: Group
+    tasks: asyncio.TaskGroup | None = None
+    missing: list[int] = field(default_factory=list)
+    lost: int = 0
+    refills: int = 0
+    rounds: int = 0
+    began: int = 0
+    tries: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    live: set[str] = field(default_factory=set)
+    stale: bool = False
+    ended: str = ""
+    taken: bool = False
+    reason: str | None = None
+
+    def begin(self, step: int) -> None:
+        """Start a round that step `step` may take at the earliest: find the places to fill."""
+        filled = {member(record.episode_id) for record in self.group.records}
+        self.missing = [number for number in range(self.group.size) if number not in filled]
+        self.tasks, self.lost, self.refills, self.stale, self.ended = None, 0, 0, False, ""
+        self.rounds, self.began = self.rounds + 1, step
+
+    def again(self) -> None:
+        """Make ready for another round, with the good episodes that are there."""
+        group = self.group
+        group.discarded += [record for record in group.records if failed(record)]
+        group.records = [record for record in group.records if not failed(record)]
+
+    @property
+    def good(self) -> int:
+        """How many places are filled."""
+        return sum(not failed(record) for record in self.group.records)
+
+    def discard(self, too_old: Callable[[int | None], bool]) -> list[EpisodeRecord]:
+        """Take the finished episodes with a token that is too old out of the group; return them."""
+        group = self.group
+        stale = {sample.episode_id for sample in group.samples if too_old(sample.oldest_version)}
+        if not stale:
+            return []
+        group.samples = [sample for sample in group.samples if sample.episode_id not in stale]
+        gone = [record for record in group.records if record.episode_id in stale]
+        group.records = [record for record in group.records if record.episode_id not in stale]
+        group.discarded += gone
+        self.stale = True
+        return gone
+
+
+def member(episode_id: str) -> int:
+    """Return the place of an episode in its group."""
+    return int(episode_id.rpartition("-e")[2].partition("-")[0])
