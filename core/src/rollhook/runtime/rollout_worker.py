@@ -22,6 +22,7 @@ from rollhook.runtime.model import context_length, renderer
 from rollhook.runtime.seeds import derive
 from rollhook.session import Policy, PolicyClient
 from rollhook.session.gateway import Gateway, SessionDefaults
+from rollhook.session.spill import Spill
 from rollhook.session.turn import Limits
 
 if TYPE_CHECKING:
@@ -92,6 +93,8 @@ class RolloutWorker:
             limits=limits_of(recipe.router),
             revive=revive,
         )
+        self.policy.matcher = recipe.gateway.matcher
+        self.policy.spill = Spill(context.scratch)
         self._stack.push_async_callback(self.policy.close)
         self.policy.set_workers(workers, version)
         await self.use(self.policy)
