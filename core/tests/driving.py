@@ -9,6 +9,7 @@ It is also the plugin module of the components that its recipe names.
 """
 
 import asyncio
+import functools
 import hashlib
 import importlib
 import io
@@ -17,6 +18,8 @@ import json
 import os
 import pickle
 import re
+import threading
+from collections import defaultdict
 from pathlib import Path
 
 from dying import DIED, elsewhere
@@ -30,6 +33,7 @@ from rollhook.errors import RollhookError
 from rollhook.installed import EntryInfo
 from rollhook.messages import message
 from rollhook.plugins import Plugins
+from rollhook.processes import ProcessDiedError
 from rollhook.recipe.schema import Recipe
 from rollhook.rundir import RunDir
 from rollhook.runtime.driver import Driver
@@ -82,9 +86,9 @@ class Rig:
             self.keys[key] = {**old, **value} if isinstance(old, dict) else value
         self.run = RunDir.create(root / "runs", "rig", run_id=f"rig-{next(_NUMBERS)}")
 
-    async def drive(self, drain=None, shown=None):
+    async def drive(self, drain=None, shown=None, cluster=None):
         """Drive the next attempt to its end and return its result; `shown` takes what a user sees."""
-        return await _drive(self.run.path, self.keys, drain or asyncio.Event(), shown)
+        return await _drive(self.run.path, self.keys, drain or asyncio.Event(), shown, cluster)
 
     def die(self, failpoint, hit=1):
         """Drive the next attempt in a process that is killed at a failpoint."""
@@ -129,7 +133,7 @@ def _attempt_in_trouble(path, keys, said, function, args):
         said.write_text(str(error))
 
 
-async def _drive(path, keys, drain, shown=None):
+async def _drive(path, keys, drain, shown=None, cluster=None):
     recipe = Recipe.model_validate(keys)
     plugins = Plugins(
         EntryInfo(*name.split("."), module="driving", distribution="driving", version="1")
@@ -137,35 +141,80 @@ async def _drive(path, keys, drain, shown=None):
     )
     plugins.add(tuple(name.split(".")) for name in COMPONENTS)
     display = Display(Console(file=shown or io.StringIO(), width=200))
-    driver = Driver(recipe, keys, "digest", plugins, RunDir(path), FakeCluster(), display, drain)
+    cluster = cluster or FakeCluster()
+    driver = Driver(recipe, keys, "digest", plugins, RunDir(path), cluster, display, drain)
     return await driver.run()
 
 
 class FakeCluster:
-    """Places objects in this process; what crosses the seam is pickled, as it would be."""
+    """Places objects in this process; what crosses the seam is pickled, as it would be.
+
+    `remotes` holds what was placed, by name, the newest last.
+    """
 
     def __init__(self):
         self.placement = LocalPlacement()
+        self.remotes = defaultdict(list)
 
-    async def place(self, target, *args, name, gpus=0, env=None):
+    async def place(self, target, *args, name, gpus=0, env=None, log=None, calls=1):
         module, _, attribute = target.partition(":")
         made = getattr(importlib.import_module(module), attribute)
-        return FakeRemote(made(*pickle.loads(pickle.dumps(args))))
+        self.remotes[name].append(FakeRemote(name, made(*pickle.loads(pickle.dumps(args)))))
+        return self.remotes[name][-1]
 
     async def stop(self):
         pass
 
 
 class FakeRemote:
-    def __init__(self, target):
+    """Calls an object here, each call on a thread of its own, until it dies."""
+
+    def __init__(self, name, target):
+        self.name = name
+        self.died = asyncio.Event()
         self._target = target
 
+    def die(self):
+        """Do nothing from now on: its loop, where it has one, stands still as it is."""
+        self.died.set()
+        if (loop := getattr(self._target, "_loop", None)) is not None:
+            loop.call_soon_threadsafe(loop.stop)
+
     async def call(self, method, *args, **keys):
+        if self.died.is_set():
+            raise ProcessDiedError(f"the process of {self.name} died")
         args, keys = pickle.loads(pickle.dumps((args, keys)))
-        return await asyncio.to_thread(getattr(self._target, method), *args, **keys)
+        answer = asyncio.get_running_loop().create_future()
+        function = functools.partial(getattr(self._target, method), *args, **keys)
+        threading.Thread(target=_answer, args=(function, answer), daemon=True).start()
+        death = asyncio.ensure_future(self.died.wait())
+        await asyncio.wait({answer, death}, return_when=asyncio.FIRST_COMPLETED)
+        death.cancel()
+        if not answer.done():
+            raise ProcessDiedError(f"the process of {self.name} died")
+        return pickle.loads(pickle.dumps(answer.result()))
 
     async def stop(self):
         self._target = None
+
+
+def _answer(function, answer):
+    loop, result, error = answer.get_loop(), None, None
+    try:
+        result = function()
+    except Exception as caught:
+        error = caught
+
+    def give():
+        if answer.done():
+            return
+        if error is not None:
+            answer.set_exception(error)
+        else:
+            answer.set_result(result)
+
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(give)
 
 
 class CountingTrainer(NativeTrainer):
@@ -230,8 +279,18 @@ class RoomPhase(Phase):
         return Verdict(float(int(member[1]) % 2 if member else 1))
 
 
+class AnswersConfig(Config):
+    gate: Path | None = None
+
+
 class Answers(Agent):
+    """Says one thing; with `gate` it leaves a file there first, and waits for one named `open`."""
+
     async def run(self, context):
+        if (gate := self.config.gate) is not None:
+            (gate / f"{context.episode_id}.{os.getpid()}").touch()
+            while not (gate / "open").exists():
+                await asyncio.sleep(0.01)
         await context.session.chat(context.observation.messages)
         return StopReason.DONE
 
@@ -275,7 +334,7 @@ def rollhook_accept_group(group):
 
 
 def _component(kind, name):
-    config = ShelfConfig if name == "shelf" else Config
+    config = {"shelf": ShelfConfig, "answers": AnswersConfig}.get(name, Config)
     return [Component(name, config, COMPONENTS[f"{kind}.{name}"], "for tests")]
 
 

@@ -51,6 +51,7 @@ class FakeParts(Parts):
 
     def __init__(self, recipe, directory, reply):
         self.recipe, self.directory, self.plugins = recipe, directory, self
+        self._run_id, self._attempt = "r", 1
         self.engine = FakeEngines(SimpleNamespace(reply=reply, count=2), self.context("engine"))
 
     def context(self, name):

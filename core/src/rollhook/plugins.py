@@ -62,6 +62,10 @@ class Plugins:
         self._by_name: dict[Name, EntryInfo] = {}
         self._owners: dict[str, str] = {}
 
+    def __reduce__(self) -> tuple[type[Plugins], tuple[list[EntryInfo]]]:
+        """In another process the same entries are there, and load when they are built."""
+        return Plugins, (self._entries,)
+
     def add(self, names: Iterable[Name], *, strict: bool = True) -> None:
         """Load further names; LoadError at the first that cannot be, or noted in `failures` if not strict."""
         for key in dict.fromkeys(names):

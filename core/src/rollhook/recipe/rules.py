@@ -191,11 +191,11 @@ def training(c: Composition) -> Iterator[Problem]:
 def numbers(c: Composition) -> Iterator[Problem]:
     """Sizes that do not fit together."""
     rollout = c.recipe.rollout
-    if rollout.workers > 1:
+    if rollout.workers > rollout.max_concurrent:
         yield Problem(
             "rollout.workers",
-            f"{rollout.workers} is too many: one rollout worker process is what this version runs",
-            allowed="allowed: 1",
+            f"{rollout.workers} is more than rollout.max_concurrent, {rollout.max_concurrent} episodes, "
+            "so some would never have one",
         )
     if rollout.submission == "group" and rollout.max_concurrent < rollout.group_size:
         yield Problem(
@@ -220,6 +220,13 @@ def numbers(c: Composition) -> Iterator[Problem]:
             "has no meaning with rollout.permute_rewards, which decides on groups once a step has them all",
         )
     sandbox = c.recipe.sandbox
+    if sandbox and rollout.workers > sandbox.create_concurrency:
+        yield Problem(
+            "rollout.workers",
+            f"{rollout.workers} is more than sandbox.create_concurrency, {sandbox.create_concurrency}, which "
+            "they share",
+            hint=f"set sandbox.create_concurrency={rollout.workers}",
+        )
     if sandbox and sandbox.warm > rollout.max_concurrent:
         yield Problem(
             "sandbox.warm",

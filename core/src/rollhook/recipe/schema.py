@@ -221,7 +221,9 @@ class Rollout(_Section):
         Field(description="how tasks are drawn; learnable: by p(1-p)+floor per family"),
     ] = "uniform"
     draw_floor: Annotated[float, Field(gt=0, le=1, description="floor of the learnable draw")] = 0.1
-    workers: Annotated[PositiveInt, Field(description="rollout worker processes")] = 1
+    workers: Annotated[
+        PositiveInt, Field(description="processes that run episodes; 1: the driver's own, more: beside it")
+    ] = 1
     sampling: Annotated[Sampling, Field(description="how training episodes are sampled")] = Sampling()
     permute_rewards: Annotated[
         bool, Field(description="control experiment: permute rewards within each batch")

@@ -187,7 +187,7 @@ class Driver:
         self.lineage.assert_whole(self.run_dir, self.result.steps)
         from rollhook.runtime.rollouts import Rollouts
 
-        rollouts = Rollouts(parts, attempt, self._finished, self.drain.is_set)
+        rollouts = Rollouts(parts, attempt, self._finished, self.drain.is_set, self.cluster)
         stack.push_async_callback(rollouts.aclose)
         await rollouts.prepare()
         return rollouts

@@ -15,7 +15,7 @@ from rollhook.plugins import Plugins
 from rollhook.recipe.schema import Recipe, Use
 from rollhook.records import Group
 from rollhook.runtime.seeds import derive
-from rollhook.sandbox.lease import PREFIX
+from rollhook.sandbox.lease import PREFIX, LeaseJournal
 from rollhook.sandbox.pool import SandboxPool
 from rollhook.sandbox.reap import reap
 from rollhook.secrets import resolve_secret
@@ -71,25 +71,48 @@ class Parts:
 
         What earlier attempts of the run left is deleted first, also where no index of runs knows the run.
         """
+        backend = await self.open_backend(stack)
+        if backend is None:
+            return None
+        await self.reap(backend, attempt)
+        return self.make_pool(backend, attempt.journal, stack)
+
+    async def open_backend(self, stack: AsyncExitStack) -> SandboxBackend | None:
+        """Start the recipe's sandbox backend, which ends with the stack; None without any."""
         use = self.recipe.sandbox
         if use is None:
             return None
         backend: SandboxBackend = self.build("sandbox", use, "sandbox")
         stack.push_async_callback(backend.aclose)
         await backend.start()
+        return backend
+
+    async def reap(self, backend: SandboxBackend, attempt: Attempt) -> None:
+        """Delete what earlier attempts of the run left."""
         if attempt.number > 1:
             labels = {PREFIX + "run": attempt.run.run_id}
             report = await reap(backend, labels=labels, find=lambda _: attempt.run, record=attempt.journal)
             if report.deleted:
                 logger.warning("%d sandboxes of earlier attempts were deleted", len(report.deleted))
+
+    def make_pool(
+        self,
+        backend: SandboxBackend,
+        journal: LeaseJournal,
+        stack: AsyncExitStack,
+        share: tuple[int, int] = (1, 1),
+    ) -> SandboxPool:
+        """Return a pool, which ends with the stack; of several it is the share (number from 1, count)."""
+        use = self.recipe.sandbox
+        assert use is not None
         pool = SandboxPool(
             backend,
-            run_id=attempt.run.run_id,
-            attempt=attempt.number,
-            journal=attempt.journal,
-            create_concurrency=use.create_concurrency,
+            run_id=self._run_id,
+            attempt=self._attempt,
+            journal=journal,
+            create_concurrency=max(1, share_of(use.create_concurrency, *share)),
             create_retries=use.create_retries,
-            warm=use.warm,
+            warm=share_of(use.warm, *share),
         )
         stack.push_async_callback(pool.aclose)
         return pool
@@ -98,3 +121,8 @@ class Parts:
         """Ask the loaded filters; the first reason counts."""
         reasons = self.plugins.manager.hook.rollhook_accept_group(group=group)
         return next((reason for reason in reasons if reason), None)
+
+
+def share_of(total: int, number: int, count: int) -> int:
+    """Return the share of the `number`-th (from 1) of `count` in a total; all shares sum to it."""
+    return total // count + (number <= total % count)

@@ -51,8 +51,8 @@ class RolloutWorker:
         self._stack = AsyncExitStack()
         self.policy: PolicyClient | None = None
         self.live = live
-        #: the address of the sessions' HTTP face, once there is one
-        self.url = ""
+        #: the addresses of the sessions' HTTP face: none before there is one
+        self.urls: list[str] = []
         agent = parts.build_agent()
         self._stack.push_async_callback(agent.aclose)
         self.runners = {
@@ -112,7 +112,7 @@ class RolloutWorker:
         )
         self._stack.push_async_callback(gateway.stop)
         await gateway.start()
-        self.url = gateway.url
+        self.urls = [gateway.url]
         for runner in self.runners.values():
             runner.policy = policy
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,14 +28,17 @@ from rollhook.runtime.parts import Parts
 from rollhook.runtime.producer import Producer
 from rollhook.runtime.reuse import owned_prompts
 from rollhook.runtime.rollout_worker import RolloutWorker, build_environments, distinct, sampling_of
+from rollhook.runtime.rollout_workers import RolloutWorkers
 from rollhook.runtime.seeds import derive
 from rollhook.runtime.slots import Slots
 from rollhook.session import Policy
 
 if TYPE_CHECKING:
+    from rollhook.cluster import Cluster
     from rollhook.engine.base import Placement
     from rollhook.recipe.schema import Recipe
     from rollhook.rundir import Attempt
+    from rollhook.sandbox import SandboxBackend
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +47,8 @@ Finished = Callable[[EpisodeResult], None]
 
 class Rollouts:
     """What makes episodes in a run; entered once weights exist, left when the run ends.
+
+    They are made in this process or, with `rollout.workers` above 1, in others on `cluster`.
 
     Parts are released in the reverse order of their making, also after a failed start.
     """
@@ -54,6 +59,7 @@ class Rollouts:
         attempt: Attempt,
         finished: Finished,
         draining: Callable[[], bool] = lambda: False,
+        cluster: Cluster | None = None,
     ) -> None:
         self._parts = parts
         self._recipe: Recipe = parts.recipe
@@ -62,7 +68,8 @@ class Rollouts:
         self._draining = draining
         self._stack = AsyncExitStack()
         self._engine: Engine | None = None
-        self._rollout: RolloutWorker
+        self._cluster = cluster
+        self._rollout: RolloutWorker | RolloutWorkers
         self._workers: list[Worker] = []
         self._draws: dict[str, Draw] = {}
         self._tasks: dict[tuple[str, str], list[Task]] = {}
@@ -81,19 +88,36 @@ class Rollouts:
         Raises UsageError when a split is empty or the sandbox cannot be had here.
         """
         recipe = self._recipe
-        pool = await self._parts.open_pool(self._attempt, self._stack)
-        if pool is not None and (described := pool.backend.describe()):
-            self.descriptions["sandbox"] = ", ".join(f"{key} {text}" for key, text in described.items())
-        capabilities = pool.backend.capabilities if pool is not None else frozenset()
+        backend = await self._parts.open_backend(self._stack)
+        if backend is not None:
+            await self._parts.reap(backend, self._attempt)
+            if described := backend.describe():
+                self.descriptions["sandbox"] = ", ".join(f"{key} {text}" for key, text in described.items())
+        capabilities = backend.capabilities if backend is not None else frozenset()
         environments = await build_environments(self._parts, capabilities, self._stack)
         for (name, environment), use in zip(environments.items(), recipe.environment, strict=True):
             await self._read_tasks(name, environment, use.split, recipe.evaluation.split)
             of = f"{name} " if len(environments) > 1 else ""
             self.descriptions.update({f"{of}{key}": text for key, text in environment.describe().items()})
-        self._rollout = RolloutWorker(self._parts, environments, pool, self.live)
+        self._rollout = self._open_rollout(backend, environments)
         self._stack.push_async_callback(self._rollout.aclose)
         published = publishing(self._attempt.path, self.live, lambda: self._rollout.table)
         await self._stack.enter_async_context(published)
+
+    def _open_rollout(
+        self, backend: SandboxBackend | None, environments: Mapping[str, Environment]
+    ) -> RolloutWorker | RolloutWorkers:
+        """Return what runs the episodes: this process, or `rollout.workers` others, which begin to start."""
+        parts, attempt = self._parts, self._attempt
+        if self._recipe.rollout.workers == 1:
+            pool = parts.make_pool(backend, attempt.journal, self._stack) if backend is not None else None
+            return RolloutWorker(parts, environments, pool, self.live)
+        assert self._cluster is not None
+        workers = RolloutWorkers(
+            parts, attempt, self._cluster, environments, backend, self.live, self._say_where
+        )
+        workers.place()
+        return workers
 
     async def start(self, placement: Placement, model_dir: Path, version: int) -> None:
         """Start the engines with these weights and open the policy."""
@@ -117,6 +141,7 @@ class Rollouts:
 
     async def use(self, policy: Policy) -> None:
         """Let the agents of every environment ask this policy, in the process and over HTTP."""
+        assert isinstance(self._rollout, RolloutWorker)
         await self._rollout.use(policy)
         self._say_where()
 
@@ -268,9 +293,10 @@ class Rollouts:
         await self._stack.aclose()
 
     def _say_where(self) -> None:
-        """Write the address of the sessions' HTTP face into the attempt's `gateway.json`."""
-        address = to_json({"schema": 1, "url": self._rollout.url}) + b"\n"
-        write_atomic(self._attempt.path / "gateway.json", address)
+        """Write the addresses of the sessions' HTTP faces, one per process, into `gateway.json`."""
+        urls = self._rollout.urls
+        address = {"schema": 1, "url": urls[0] if urls else None, "urls": urls}
+        write_atomic(self._attempt.path / "gateway.json", to_json(address) + b"\n")
 
     async def _read_tasks(self, name: str, environment: Environment, train: str, heldout: str) -> None:
         splits = {train} | ({heldout} if self._recipe.evaluation.every else set())

@@ -269,11 +269,12 @@ class _Evaluation:
 
 
 def _only_held_out(recipe: Recipe) -> Recipe:
-    """Return the recipe with the evaluation's split in place of what is trained on."""
+    """Return the recipe with the evaluation's split in place of what is trained on, in one process."""
     split = recipe.evaluation.split
     return recipe.model_copy(
         update={
             "environment": [use.model_copy(update={"split": split}) for use in recipe.environment],
+            "rollout": recipe.rollout.model_copy(update={"workers": 1}),
             "evaluation": recipe.evaluation.model_copy(update={"every": 1}),
         }
     )

@@ -1,0 +1,281 @@
+"""Rollout worker processes: episodes shared out, results back, a death that costs nobody an episode."""
+
+import asyncio
+import json
+import os
+import pickle
+import signal
+from pathlib import Path
+
+import pytest
+from driving import FakeCluster, Rig
+from surviving import assert_survived, events
+
+from rollhook.errors import BudgetExceeded, RollhookError, RunError, UsageError
+from rollhook.router import Worker
+from rollhook.runtime import rollout_workers
+from rollhook.runtime.mirror import merged
+from rollhook.runtime.parts import share_of
+from rollhook.runtime.peer import Peer
+from rollhook.session.workers import Entry
+
+STEPS = 3
+
+
+def rig_of(tmp_path, **changes):
+    rollout = {"workers": 2, "max_staleness": 1, **changes.pop("rollout", {})}
+    return Rig(tmp_path, steps=STEPS, rollout=rollout, **changes)
+
+
+def gated(tmp_path, **changes):
+    """Return a rig whose episodes wait for a file, and the directory in which they say that they do."""
+    gate = tmp_path / "gate"
+    gate.mkdir()
+    return rig_of(tmp_path, agent={"use": "answers", "gate": str(gate)}, **changes), gate
+
+
+async def until(condition, driving):
+    """Return once something holds; raises what ends the driving before."""
+    while not condition():
+        if driving.done():
+            raise AssertionError(driving.result())
+        await asyncio.sleep(0.01)
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(rollout_workers, "FIRST_PAUSE", 0.01)
+
+
+async def test_a_run_shares_its_episodes_out_and_the_driver_writes_it_all_down(tmp_path):
+    cluster = FakeCluster()
+    rig, gate = gated(tmp_path, evaluation={"every": 2, "episodes": 4})
+    driving = asyncio.ensure_future(rig.drive(cluster=cluster))
+    await until(lambda: len(list(gate.iterdir())) == 4, driving)  # the evaluation before the first step
+    urls = json.loads((rig.run.path / "attempts/1/gateway.json").read_bytes())["urls"]
+    assert len(set(urls)) == 2
+    (gate / "open").touch()
+    await driving
+    assert_survived(rig.run, STEPS)
+    assert set(cluster.remotes) == {"trainer", "rollout-worker-1", "rollout-worker-2"}
+    written = [entry.event for entry in events(rig.run)]
+    assert written.count("lease") == written.count("lease_created") == written.count("lease_released") > 0
+    assert rig.sandboxes() == []
+
+
+async def test_the_episodes_of_a_worker_that_died_run_elsewhere(tmp_path):
+    """Invariants 3 and 4: their prompts have an owner, and their sandboxes are deleted."""
+    cluster = FakeCluster()
+    rig, gate = gated(tmp_path)
+    driving = asyncio.ensure_future(rig.drive(cluster=cluster))
+    await until(lambda: len(list(gate.iterdir())) == 8, driving)
+    assert len(rig.sandboxes()) == 8
+    cluster.remotes["rollout-worker-1"][0].die()
+    await until(lambda: len(cluster.remotes["rollout-worker-1"]) == 2, driving)
+    (gate / "open").touch()
+    result = await driving
+    assert result.status == "succeeded"
+    assert_survived(rig.run, STEPS)
+    (lost,) = [entry.data for entry in events(rig.run) if entry.event == "worker_lost"]
+    assert (lost["worker"], len(lost["episodes"])) == (1, 4)
+    ends = [e.data for e in events(rig.run) if e.event == "episode_finished"]
+    assert {end["outcome"] for end in ends} == {"scored"}, "a death cost a refill"
+    assert rig.sandboxes() == []
+
+
+async def test_an_episode_that_kills_its_workers_ends_as_an_infrastructure_error(tmp_path):
+    cluster = FakeCluster()
+    rig, gate = gated(tmp_path, rollout={"max_concurrent": 1, "workers": 2, "refill_limit": 1})
+    driving = asyncio.ensure_future(rig.drive(cluster=cluster))
+    for count in range(1, 4):
+        await until(lambda n=count: len(list(gate.iterdir())) and _busy(cluster) is not None, driving)
+        busy = _busy(cluster)
+        busy.die()
+        await until(lambda n=count: len(_all(cluster)) == 2 + n, driving)
+    (gate / "open").touch()
+    await driving
+    ended = [e.data for e in events(rig.run) if e.event == "episode_finished"]
+    assert [end["outcome"] for end in ended if end["outcome"] != "scored"] == ["infra_error"]
+    assert_survived(rig.run, STEPS)
+
+
+def _all(cluster):
+    return [each for name, made in cluster.remotes.items() if name != "trainer" for each in made]
+
+
+def _busy(cluster):
+    """Return the live worker that has an episode."""
+    for each in _all(cluster):
+        if not each.died.is_set() and each._target._worker._live.episodes:
+            return each
+    return None
+
+
+async def test_a_run_whose_workers_all_die_again_and_again_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(rollout_workers, "MOST_DEATHS", 2)
+    cluster = FakeCluster()
+    rig, gate = gated(tmp_path)
+    driving = asyncio.ensure_future(rig.drive(cluster=cluster))
+    await until(lambda: len(list(gate.iterdir())) == 8, driving)
+    while not driving.done():
+        for each in _all(cluster):
+            if not each.died.is_set():
+                each.die()
+        await asyncio.sleep(0.01)
+    with pytest.raises(
+        RunError, match=r"every rollout worker died 2 times in a row; their logs are in .*logs"
+    ):
+        await driving
+    assert rig.sandboxes() == []
+
+
+async def test_what_a_worker_cannot_start_without_is_said_as_it_is(tmp_path, monkeypatch):
+    import driving
+
+    monkeypatch.setattr(driving.Rooms, "problems", lambda self, _: ["no room here"], raising=False)
+    with pytest.raises(UsageError, match="environment rooms cannot run here: no room here"):
+        await rig_of(tmp_path).drive()
+
+
+async def test_a_driver_that_dies_leaves_a_run_that_goes_on(tmp_path):
+    rig = rig_of(tmp_path)
+    await asyncio.to_thread(rig.die, "sandbox.after_create", 5)
+    await rig.drive()
+    assert_survived(rig.run, STEPS)
+    assert rig.sandboxes() == []
+
+
+@pytest.mark.timeout(120)
+async def test_a_worker_process_that_is_killed_is_replaced(tmp_path, monkeypatch):
+    """The real thing: two Ray actors, and kill -9."""
+    pytest.importorskip("ray", reason="needs ray: `python3 core test` installs it")
+    from rollhook.cluster import Cluster
+
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+    cluster = await Cluster.start(tmp_path / "scratch", cpus=2)
+    try:
+        rig, gate = gated(tmp_path)
+        driving = asyncio.ensure_future(rig.drive(cluster=cluster))
+        await until(lambda: len(list(gate.iterdir())) == 8, driving)
+        pids = sorted({int(path.suffix[1:]) for path in gate.iterdir()})
+        assert len(pids) == 2
+        assert os.getpid() not in pids
+        os.kill(pids[0], signal.SIGKILL)
+        await until(lambda: len(list(gate.iterdir())) > 8, driving)  # some of its episodes have begun anew
+        (gate / "open").touch()
+        result = await driving
+    finally:
+        await cluster.stop()
+    assert result.status == "succeeded"
+    assert_survived(rig.run, STEPS)
+    lost = [entry.data for entry in events(rig.run) if entry.event == "worker_lost"]
+    assert [len(each["episodes"]) for each in lost] == [4]
+    assert rig.sandboxes() == []
+    assert "has its sessions at" in (rig.run.path / "attempts/1/logs/rollout-worker-1.log").read_text()
+
+
+# -- parts
+
+
+class Unpicklable:
+    def __reduce__(self):
+        raise TypeError("cannot be sent")
+
+
+async def two_peers(handlers, tmp_path):
+    """Return two ends, `handlers` at the far one, and the tasks that carry between them."""
+    near, far = Peer("near", {}, tmp_path / "log"), Peer("far", handlers, tmp_path / "log")
+
+    async def carry(one, other):
+        while True:
+            other.take(pickle.loads(pickle.dumps(await one.outgoing())))
+
+    return near, far, [asyncio.ensure_future(carry(near, far)), asyncio.ensure_future(carry(far, near))]
+
+
+async def test_asks_are_answered_in_any_order_and_failures_come_home(tmp_path, caplog):
+    gate, ended = asyncio.Event(), asyncio.Event()
+
+    async def slow():
+        try:
+            await gate.wait()
+        finally:
+            ended.set()
+        return "slow"
+
+    def fail(error):
+        raise error
+
+    def run_out():
+        raise BudgetExceeded("out of time", node="agent")
+
+    told = []
+    handlers = {
+        "slow": slow, "double": lambda n: 2 * n, "fail": fail, "run_out": run_out, "tell": told.append,
+        "odd": Unpicklable,
+    }  # fmt: skip
+    near, _, carriers = await two_peers(handlers, tmp_path)
+    waiting = asyncio.ensure_future(near.ask("slow"))
+    assert await near.ask("double", 4) == 8
+    for n in range(5):
+        near.tell("tell", n)
+    assert await near.ask("double", 1) == 2
+    assert told == list(range(5))
+    with pytest.raises(UsageError, match="no such key"):
+        await near.ask("fail", UsageError("no such key"))
+    with pytest.raises(RollhookError, match=r"far\.fail failed: KeyError: 'x'; the traceback is in .*log"):
+        await near.ask("fail", KeyError("x"))
+    with pytest.raises(RollhookError, match="out of time"):
+        await near.ask("run_out")
+    with pytest.raises(RollhookError, match="a message failed: TypeError"):
+        await near.ask("double", BudgetExceeded("cannot be read", node="agent"))
+    with pytest.raises(RollhookError, match="cannot be sent"):
+        await near.ask("odd")
+    with pytest.raises(RollhookError, match="nothing"):
+        await near.ask("nothing")
+    gate.set()
+    assert await waiting == "slow"
+    gate.clear()
+    ended.clear()
+    withdrawn = asyncio.ensure_future(near.ask("slow"))
+    await near.ask("double", 1)
+    withdrawn.cancel()
+    await ended.wait()
+    last = asyncio.ensure_future(near.ask("slow"))
+    await near.ask("double", 1)
+    near.lose(RunError("it died"))
+    with pytest.raises(RunError, match="it died"):
+        await last
+    with pytest.raises(RunError, match="it died"):
+        await near.ask("double", 1)
+    for carrier in carriers:
+        carrier.cancel()
+
+
+@pytest.mark.parametrize(("total", "count"), [(4, 1), (4, 4), (5, 3), (0, 2), (7, 4)])
+def test_shares_sum_to_the_whole_and_differ_by_at_most_one(total, count):
+    shares = [share_of(total, number, count) for number in range(1, count + 1)]
+    assert sum(shares) == total
+    assert max(shares) - min(shares) <= 1
+
+
+def test_what_processes_see_of_the_engines_is_put_together():
+    one, other = Worker("http://a", 0), Worker("http://a", 1)
+    tables = [
+        [Entry(one, 3, open_sessions=2, tokens_in_flight=10), Entry(other, 3)],
+        [Entry(one, 3, healthy=False, open_sessions=1, tokens_in_flight=5, queue_seconds=2.0)],
+    ]
+    found = {entry.worker: entry for entry in merged(tables)}
+    assert (found[one].open_sessions, found[one].tokens_in_flight) == (3, 15)
+    assert (found[one].healthy, found[one].queue_seconds, found[other].healthy) == (False, 2.0, True)
+
+
+def test_the_counts_of_several_pools_are_those_of_one():
+    pools = [
+        {"sandbox/creates": 3.0, "sandbox/create_seconds_mean": 1.0, "sandbox/live": 2.0},
+        {"sandbox/creates": 1.0, "sandbox/create_seconds_mean": 5.0, "sandbox/live": 1.0},
+        {},
+    ]
+    assert rollout_workers._summed(pools) == {
+        "sandbox/creates": 4.0, "sandbox/create_seconds_mean": 2.0, "sandbox/live": 3.0,
+    }  # fmt: skip
