@@ -1,7 +1,7 @@
 """The wheels of all distributions work outside the checkout, without anything of it.
 
-So do those of strangers: `tests/strangers` holds an environment and a sandbox backend as people who know
-only the documentation would write them. Their suites are run there, too, never from the checkout.
+So do those of strangers: `tests/strangers` holds an environment, a sandbox backend and a router policy as
+people who know only the documentation would write them. Their suites are run there, too, never from the checkout.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def test_there_is_one_wheel_per_distribution_with_its_typing_marker(wheels: list
 def test_everything_comes_from_the_wheels(elsewhere: Path, tmp_path: Path) -> None:
     program = (
         "import importlib.metadata as m, json, sys\n"
-        "import rollhook, rollhook_local, rollhook_tbench2, acme_cells, acme_mazes\n"
+        "import rollhook, rollhook_local, rollhook_tbench2, acme_cells, acme_lanes, acme_mazes\n"
         "names = [d.metadata['Name'] for d in m.distributions() if d.name.startswith(('rollhook', 'acme'))]\n"
         "files = [x.__file__ for n, x in sys.modules.items() if n.startswith(('rollhook', 'acme'))]\n"
         "finders = [repr(f) for f in sys.meta_path]\n"
@@ -91,7 +91,7 @@ def test_everything_comes_from_the_wheels(elsewhere: Path, tmp_path: Path) -> No
 
 def test_the_plugins_are_listed_and_can_be_imported(elsewhere: Path, tmp_path: Path) -> None:
     listed = run(elsewhere / "bin/rollhook", "plugins", "--check", cwd=tmp_path)
-    for name in ("sandbox.local", "sandbox.cells", "environment.mazes"):
+    for name in ("sandbox.local", "sandbox.cells", "router.lanes", "environment.mazes"):
         assert name in listed
     assert str(ROOT) not in listed
 
@@ -108,10 +108,12 @@ def test_two_steps_run(elsewhere: Path, tmp_path: Path) -> None:
     small = [
         "needs.sft.overrides=[seed=0,steps=5]", "steps=2", "rollout.batch_groups=2", "rollout.group_size=2",
         "evaluation.every=0", "environment.pack={use: pocket, train_per_family: 4, heldout_per_family: 1}",
+        "router={use: sticky+lanes+min_load, lanes: {long: 10}}",
     ]  # fmt: skip
     run(elsewhere / "bin/rollhook", "run", "quickstart", *small, "--run-id", "q", cwd=tmp_path)
-    rows = (tmp_path / "runs/q/metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(row) for row in (tmp_path / "runs/q/metrics.jsonl").read_text().splitlines()]
     assert len(rows) == 2
+    assert all(row["router/workers"] == 1 for row in rows)
 
 
 @pytest.mark.parametrize("stranger", STRANGERS, ids=lambda p: p.name)
@@ -123,6 +125,11 @@ def test_a_stranger_imports_what_the_documentation_names(stranger: Path) -> None
     }
     assert "rollhook" in used
     assert {module for module in used if module not in text} == set()
+
+
+def test_the_documentation_shows_a_strangers_policy_whole() -> None:
+    page = (ROOT / "docs/how-to/write-a-router-policy.md").read_text()
+    assert (ROOT / "tests/strangers/acme-lanes/src/acme_lanes/__init__.py").read_text() in page
 
 
 @pytest.fixture
@@ -140,6 +147,13 @@ def test_a_stranger_keeps_the_contract(elsewhere: Path, copied: Path) -> None:
     pytest_there = [elsewhere / "bin/python", "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     said = run(*pytest_there, "tests", cwd=copied)
     assert re.search(r"^\d+ passed", said, re.MULTILINE), said
+
+
+@pytest.mark.parametrize("copied", [ROOT / "tests/strangers/acme-lanes"], ids=lambda p: p.name, indirect=True)
+def test_a_recipe_with_a_strangers_policy_has_no_problems(elsewhere: Path, copied: Path) -> None:
+    rollhook = elsewhere / "bin/rollhook"
+    assert "no problems" in run(rollhook, "check", "recipes/lanes.yaml", cwd=copied)
+    assert "acme-lanes" in run(rollhook, "explain", "recipes/lanes.yaml", cwd=copied)
 
 
 @pytest.mark.slow
