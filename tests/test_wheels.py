@@ -1,7 +1,8 @@
 """The wheels of all distributions work outside the checkout, without anything of it.
 
 So do those of strangers: `tests/strangers` holds an environment, a sandbox backend and a router policy as
-people who know only the documentation would write them. Their suites are run there, too, never from the checkout.
+people who know only the documentation would write them. Their suites are run there, too, never from the
+checkout.
 """
 
 from __future__ import annotations
