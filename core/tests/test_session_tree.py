@@ -1,5 +1,7 @@
 """The tree of turns: where a request attaches, and what of it trains."""
 
+import os
+import tracemalloc
 from array import array
 
 import numpy as np
@@ -9,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollhook.engine.base import Generation
+from rollhook.session.spill import Spill, Spilled
 from rollhook.session.tree import Node, Tree, message_key
 from rollhook.session.turn import version_spans
 
@@ -177,3 +180,173 @@ def test_versions_are_bracketed_where_it_does_not(reported, before, after, span)
 
 def test_nothing_generated_has_no_span():
     assert version_spans(generation(0), 1, 1) == ()
+
+
+# -- retries
+
+
+def test_a_retried_leaf_gives_way_to_the_later_one():
+    tree = Tree()
+    root = grow(tree, None, A, X)
+    grow(tree, root, B, X)
+    later = grow(tree, root, B, Y)
+    (leaf,) = tree.leaves()
+    assert list(leaf.messages) == [A, X, B, Y]
+    grow(tree, later, C, X)
+    (leaf,) = tree.leaves()
+    assert list(leaf.messages) == [A, X, B, Y, C, X]
+
+
+def test_what_was_gone_on_from_is_no_retry():
+    tree = Tree()
+    root = grow(tree, None, A, X)
+    first = grow(tree, root, B, X)
+    grow(tree, first, C, Y)
+    grow(tree, root, B, Y)
+    assert len(tree.leaves()) == 2
+
+
+def test_calls_that_overlap_are_parallel_samples():
+    tree = Tree()
+    root = grow(tree, None, A, X)
+    grow(tree, root, B, X, asked=1)
+    grow(tree, root, B, Y, asked=1)
+    assert len(tree.leaves()) == 2
+
+
+def test_another_request_and_another_set_of_tools_are_no_retry():
+    tree = Tree()
+    root = grow(tree, None, A, X)
+    grow(tree, root, B, X)
+    grow(tree, root, C, X)
+    grow(tree, root, C, Y, tools="[]")
+    assert len(tree.leaves()) == 3
+
+
+def test_equal_roots_are_kept():
+    tree = Tree()
+    grow(tree, None, A, X)
+    grow(tree, None, A, Y)
+    assert len(tree.leaves()) == 2
+
+
+# -- replies that come back without their reasoning
+
+THOUGHT = {"role": "assistant", "content": "x", "reasoning_content": "hm"}
+OTHER = {"role": "assistant", "content": "x", "reasoning_content": "so"}
+
+
+def test_reasoning_may_be_missing_only_where_thin_is_said():
+    tree = Tree()
+    root = grow(tree, None, A, THOUGHT)
+    assert found(tree, A, THOUGHT, B) is root
+    assert found(tree, A, X, B) is None
+    assert found(tree, A, X, B, thin=True) is root
+    assert found(tree, A, OTHER, B, thin=True) is None
+    assert found(tree, A, Y, B, thin=True) is None
+
+
+def test_a_reply_that_comes_back_whole_goes_before_one_that_would_be_thin():
+    tree = Tree()
+    plain = grow(tree, None, A, X)
+    grow(tree, None, A, THOUGHT)
+    assert found(tree, A, X, B, thin=True) is plain
+
+
+def test_thin_replies_match_all_along_a_path():
+    tree = Tree()
+    root = grow(tree, None, A, THOUGHT)
+    child = grow(tree, root, B, OTHER)
+    assert found(tree, A, X, B, X, C, thin=True) is child
+    assert found(tree, A, X, B, OTHER, C, thin=True) is child
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "same"),
+    [
+        ('{"a": 1, "b": 2}', '{"b":2,"a":1}', True),
+        ('{"a": "\\u00e9"}', '{"a": "é"}', True),
+        ("{}", "", True),
+        ('{"a": 1}', '{"a": 2}', False),
+        ("{broken", "{broken", True),
+        ("{broken", "{other", False),
+        ('{"a": 1}', {"a": 1}, True),
+    ],
+)
+def test_arguments_are_the_same_as_json(mine, theirs, same):
+    def key(arguments):
+        call = {"id": "1", "function": {"name": "f", "arguments": arguments}}
+        return message_key({"role": "assistant", "content": "", "tool_calls": [call]})
+
+    assert (key(mine) == key(theirs)) is same
+
+
+texts = st.text(max_size=4)
+
+
+@given(st.lists(texts, min_size=5, max_size=5), st.lists(texts, min_size=5, max_size=5))
+def test_messages_have_one_key_only_if_they_are_equal(one, other):
+    names = ("content", "reasoning_content", "tool_call_id", "name", "role")
+    keys = [message_key(dict(zip(names, values, strict=True))) for values in (one, other)]
+    assert (keys[0] == keys[1]) is (one == other)
+
+
+# -- memory
+
+
+def long_conversation(tree, turns, tokens, characters):
+    """Grow a branch whose messages and tokens are objects of their own, as requests bring them."""
+    node = None
+    for number in range(turns):
+        said = {"role": "user", "content": str(number) * characters}
+        reply = {"role": "assistant", "content": str(number) * characters}
+        node = grow(tree, node, said, reply, tokens=tokens)
+    return node
+
+
+def test_text_beyond_the_bound_is_on_disk_and_read_back(tmp_path):
+    spill = Spill(tmp_path / "spill")
+    tree, plain = Tree(spill, text_bytes=3000), Tree()
+    for each in (tree, plain):
+        long_conversation(each, 30, tokens=2, characters=500)
+    node = tree.last
+    spilled = [isinstance(each.text, Spilled) for each in node.path()]
+    assert sum(spilled) >= 28
+    (leaf,), (expected,) = tree.leaves(), plain.leaves()
+    assert leaf.messages == expected.messages
+    assert not list((tmp_path / "spill").iterdir())
+
+
+def test_a_segment_of_the_spill_lives_as_long_as_what_is_in_it():
+    spill = Spill(segment_bytes=10)
+    first = spill.write(b"0123456789")
+    second = spill.write(b"abc")
+    assert (first.read(), second.read()) == (b"0123456789", b"abc")
+    file = first.segment.file
+    assert os.fstat(file).st_nlink == 0
+    del first
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(file)
+
+
+def test_what_cannot_be_spilled_stays_in_memory_and_is_told_once(tmp_path, caplog):
+    (tmp_path / "file").write_text("x")
+    tree = Tree(Spill(tmp_path / "file"), text_bytes=100)
+    long_conversation(tree, 3, tokens=1, characters=200)
+    assert len(tree.leaves()[0].messages) == 6
+    assert caplog.text.count("cannot be spilled") == 1
+
+
+def test_a_session_of_thirty_turns_holds_little_beyond_its_tokens():
+    """256 KiB, architecture 13; the text of this one is ten times that."""
+    spill = Spill()
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        tree = Tree(spill)
+        end = long_conversation(tree, 30, tokens=1000, characters=20_000)
+        held = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    tokens = sum(8 * len(node.completion) + 4 * len(node.prompt) for node in end.path())
+    assert held - tokens < 256 << 10
