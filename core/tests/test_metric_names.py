@@ -85,7 +85,7 @@ def test_the_metrics_of_an_evaluation_are_listed(mode: str, environment: str) ->
 def test_every_metric_that_the_runtime_names_is_listed() -> None:
     """Metrics that no short run shows are found in the source: a literal of this form is one."""
     form = re.compile(
-        r'"((?:rollout|outcome|groups|buffer|staleness|episode|time|loop|weights|sandbox|router)/\w[^"]*)"'
+        r'"((?:rollout|outcome|groups|buffer|books|staleness|episode|time|loop|weights|sandbox|router)/\w[^"]*)"'
     )
     sources = [*(CORE / "runtime").glob("*.py"), CORE / "sandbox/pool.py", CORE / "session/fleet_stats.py"]
     named = {re.sub(r"\{[^}]+\}", "x", name) for path in sources for name in form.findall(path.read_text())}

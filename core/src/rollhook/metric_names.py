@@ -80,6 +80,12 @@ SECTIONS = (
             ),
             Metric("rollout/in_flight", "episodes", "episodes that ran when the step took its groups"),
             Metric(
+                "rollout/concurrency_limit",
+                "episodes",
+                "how many may run: `rollout.max_concurrent`, or what the engines bear of it",
+            ),
+            Metric("rollout/truncated_ratio", "0..1", "share that ran out of tokens or turns"),
+            Metric(
                 "outcome/<kind>",
                 "episodes",
                 "episodes with this outcome (see outcomes and budgets)",
@@ -99,7 +105,9 @@ SECTIONS = (
                 "by reason: zero_variance, incomplete, stale, too_few_rewards, a filter's",
                 "there are any",
             ),
-            Metric("buffer/groups", "groups", "whole groups that wait for a later step"),
+            Metric("buffer/groups", "groups", "groups that wait for a later step (queue size)"),
+            Metric("buffer/staleness_mean", "steps", "mean age of their samples", "some wait"),
+            Metric("buffer/staleness_max", "steps", "age of the oldest of these", "some wait"),
             Metric(
                 "staleness/mean",
                 "steps",
@@ -107,6 +115,30 @@ SECTIONS = (
                 "some train",
             ),
             Metric("staleness/max", "steps", "age of the oldest", "some train"),
+            Metric(
+                "staleness/mixed_versions",
+                "0..1",
+                "share of trained samples with tokens of more than one weight version",
+                "some train",
+            ),
+        ),
+    ),
+    Section(
+        "Books of the training episodes",
+        f"{STEP}; counts since the attempt began: submitted = trained + rejected + in_flight + buffered",
+        (
+            Metric("books/submitted", "episodes", "begun, and taken over from earlier attempts"),
+            Metric("books/finished", "episodes", "of these, ended"),
+            Metric("books/in_flight", "episodes", "running now"),
+            Metric("books/buffered", "episodes", "ended well, and of whose group nothing is decided yet"),
+            Metric("books/trained", "episodes", "trained; with those that are rejected, consumed"),
+            Metric("books/rejected", "episodes", "will not train"),
+            Metric(
+                "books/rejected/<reason>",
+                "episodes",
+                "by reason: of the episode (infra_error, cancelled, stale, no reward) or of its group",
+                "there are any",
+            ),
         ),
     ),
     Section(

@@ -72,6 +72,11 @@ class Sample:
         """The oldest weight version of any trained token; None when nothing was generated."""
         return int(self.spans[:, 2].min()) if len(self.spans) else None
 
+    @property
+    def mixed_versions(self) -> bool:
+        """Whether its trained tokens are of more than one weight version."""
+        return len(self.spans) > 0 and bool(self.spans[:, 2].min() != self.spans[:, 3].max())
+
 
 @dataclass(frozen=True)
 class EpisodeRecord:

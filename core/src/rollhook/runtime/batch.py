@@ -42,8 +42,9 @@ class Batch:
 
     `seconds` since the batch before was taken, of which the trainer `waited` so many; `staleness` in steps of
     each sample that trains; `waiting` groups were ready beyond this batch, `in_flight` episodes ran, at most
-    `limit`. `strays` have ended whose groups an earlier step took without them. It was taken by `attempt`, of
-    which an episode need not be.
+    `limit`. `strays` have ended whose groups an earlier step took without them. `waiting_staleness` is of the
+    samples that wait, `books` are the counts of the attempt. It was taken by `attempt`, of which an episode
+    need not be.
     """
 
     accepted: list[Group] = field(default_factory=list)
@@ -55,6 +56,8 @@ class Batch:
     in_flight: int = 0
     limit: int = 0
     strays: list[EpisodeRecord] = field(default_factory=list)
+    waiting_staleness: list[float] = field(default_factory=list)
+    books: dict[str, float] = field(default_factory=dict)
     attempt: int = 1
 
     @property
@@ -153,14 +156,22 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         "rollout/cancelled_stale": float(sum(record.outcome.cause == "stale" for record in records)),
         "rollout/discarded_stale": float(sum(len(group.discarded) for group in batch.groups)),
         "rollout/in_flight": float(batch.in_flight),
+        "rollout/concurrency_limit": float(batch.limit),
+        "rollout/truncated_ratio": _mean([float(r.ended in ("length", "max_turns")) for r in records]),
         "buffer/groups": float(batch.waiting),
         "groups/accepted": float(len(batch.accepted)),
         "groups/rejected": float(len(batch.rejected)),
         "time/wait_groups": batch.waited,
+        **batch.books,
     }
     if batch.staleness:
         metrics["staleness/mean"] = _mean(batch.staleness)
         metrics["staleness/max"] = max(batch.staleness)
+        samples = [sample for group in batch.accepted for sample in group.samples]
+        metrics["staleness/mixed_versions"] = _mean([float(sample.mixed_versions) for sample in samples])
+    if batch.waiting_staleness:
+        metrics["buffer/staleness_mean"] = _mean(batch.waiting_staleness)
+        metrics["buffer/staleness_max"] = max(batch.waiting_staleness)
     metrics |= session_metrics(records)
     if rewards:
         metrics["rollout/reward_mean"] = _mean(rewards)

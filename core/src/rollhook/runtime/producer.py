@@ -145,7 +145,9 @@ class Producer:
         self._end_stale(max(self._versions))
         batch.strays, self._strays = self._strays, []
         batch.waiting, batch.in_flight = len(self._buffer), self.books.in_flight
-        batch.limit = self.slots.limit
+        batch.limit, batch.books = self.slots.limit, self.books.metrics()
+        waiting = [sample for making in self._buffer.waiting for sample in making.group.samples]
+        batch.waiting_staleness = [self._age(sample.oldest_version) for sample in waiting]
         self._changed.set()
         return batch
 

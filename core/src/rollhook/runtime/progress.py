@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rollhook.records import EpisodeRecord
+from rollhook.runtime.advisories import WINDOW, advise
 from rollhook.runtime.evaluate import Evaluation, comparison
 from rollhook.runtime.statistics import Rate
 from rollhook.terminal import one_line, plain
@@ -39,6 +40,9 @@ class Display:
         )
         self._outcomes: Counter[str] = Counter()
         self._steps: list[float] = []
+        self._rows: deque[Mapping[str, float]] = deque(maxlen=WINDOW)
+        self._hints: dict[str, str] = {}
+        self._said: set[str] = set()
         self._status = Text("")
         self._live: Live | None = None
         self._doing: TaskID | None = None
@@ -48,6 +52,9 @@ class Display:
         """Show the display of one run while the block runs."""
         self._outcomes.clear()
         self._steps.clear()
+        self._rows.clear()
+        self._hints.clear()
+        self._said.clear()
         if not self.console.is_terminal:
             yield
             return
@@ -92,10 +99,16 @@ class Display:
         self.advance()
 
     def step(self, step: int, steps: int, metrics: Mapping[str, float], every: int) -> None:
-        """Show a finished step; off a terminal, every `every`-th only."""
+        """Show a finished step, off a terminal every `every`-th only; and a hint when it comes up first."""
         self._steps.append(time.monotonic())
         line = self._line(step, steps, metrics)
-        self._status.plain = line
+        if "rollout/episodes" in metrics:
+            self._rows.append(metrics)
+            self._hints = advise(list(self._rows), self._hints)
+        for name in self._hints.keys() - self._said:
+            self.say(f"Hint: {self._hints[name]}.")
+        self._said |= self._hints.keys()
+        self._status.plain = "\n".join([line, *(f"  {hint}" for hint in self._hints.values())])
         if self._live is None and (step % every == 0 or step == steps):
             self.say(line)
 
