@@ -39,7 +39,7 @@ from rollhook.rundir import RunDir
 from rollhook.runtime.driver import Driver
 from rollhook.runtime.progress import Display
 from rollhook.sandbox import SandboxBackend, SandboxInfo, SandboxSpec
-from rollhook.testing.engine import LocalPlacement
+from rollhook.testing.placement import LocalPlacement
 from rollhook.testing.scripted import ScriptedRaw
 from rollhook.testing.tokenizer import write_tokenizer
 from rollhook.trainer import NativeTrainer

@@ -21,7 +21,7 @@ from rollhook.messages import message
 from rollhook.runtime import standalone_eval
 from rollhook.sandbox import SandboxSpec
 from rollhook.testing.distributions import write_distribution
-from rollhook.testing.engine import LocalPlacement
+from rollhook.testing.placement import LocalPlacement
 from rollhook.testing.tokenizer import write_tokenizer
 
 POINTS = ["environment.riddles", "agent.answers", "sandbox.shelf", "engine.fake", "engine.oracle"]

@@ -17,10 +17,10 @@ from rollhook.runtime.rollout_worker import distinct, limits_of
 from rollhook.runtime.rollouts import Rollouts
 from rollhook.session import Renderer
 from rollhook.session.turn import Limits
-from rollhook.testing.engine import LocalPlacement
 from rollhook.testing.fake_engine import FakeEngines
 from rollhook.testing.fake_environment import Sums
 from rollhook.testing.fakes_sandbox import FakeSandboxes
+from rollhook.testing.placement import LocalPlacement
 from rollhook.testing.policy import says
 from rollhook.testing.tokenizer import write_tokenizer
 

@@ -455,6 +455,30 @@ async def test_an_update_in_the_middle_of_a_reply_is_seen_token_by_token(directo
     assert names == ["pause_generation", "update_weights_from_disk", "continue_generation"]
 
 
+@pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
+async def test_no_prompt_meets_the_cache_of_older_weights(directory, renderer, weights, mode):
+    engine = FakeEngine(says(renderer, "ab"), prefix_cache=True)
+    async with serving(engine, directory=directory, pause_mode=mode) as policy:
+        session = open_session(policy)
+        first = await session.chat([USER])
+        second = await session.chat([USER, first.message, NEXT])
+        assert second.cached_tokens > 0
+        await policy.update_weights(weights, 2)
+        third = await session.chat([USER, first.message, NEXT, second.message, NEXT])
+        assert third.cached_tokens == 0
+        fourth = await session.chat([USER, first.message, NEXT, second.message, NEXT, third.message, NEXT])
+        assert fourth.cached_tokens > second.cached_tokens
+
+
+async def test_a_version_that_does_not_follow_is_refused(directory, renderer, weights):
+    engine = FakeEngine(says(renderer, "ab"), version=3)
+    async with serving(engine, directory=directory) as policy:
+        for version in (3, 2):
+            with pytest.raises(EngineError, match=f"weight version {version} does not follow 3"):
+                await policy.update_weights(weights, version)
+        assert engine.control == []
+
+
 async def test_an_engine_that_reports_no_versions_is_bracketed(directory, renderer, weights):
     engine = FakeEngine(says(renderer, "abcd"), exact_versions=False)
     engine.hold(after=2)

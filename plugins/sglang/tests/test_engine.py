@@ -11,16 +11,18 @@ import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rollhook.cluster import Cluster
-from rollhook.engine.base import Engine
+from rollhook.engine.base import Engine, Process
 from rollhook.engine.client import EngineClient
 from rollhook.engine.weights import update_workers
 from rollhook.errors import EngineError
 from rollhook.router import Worker
-from rollhook.testing.engine import EngineContract, LocalPlacement, NextWeights
+from rollhook.testing.engine import EngineContract, NextWeights
+from rollhook.testing.placement import LocalPlacement
 from rollhook_sglang import engine as watching
 from rollhook_sglang import server as serving
 from rollhook_sglang.engine import SGLangEngine
@@ -120,6 +122,20 @@ async def test_a_server_that_dies_while_starting_says_why(
     engine = build(tmp_path, double="dies")
     with pytest.raises(EngineError, match=r"sglang-0 .*ended while starting; .*Not enough memory"):
         await engine.start(LocalPlacement(), weights, 1)
+
+
+async def test_one_server_that_does_not_come_up_ends_the_start_of_all(
+    tmp_path: Path, build: Build, weights: Path
+) -> None:
+    class OneDies(LocalPlacement):
+        async def start_process(self, name: str, argv: Any, *, env: Any, **keys: Any) -> Process:
+            how = {"DOUBLE": "dies" if name.startswith("sglang-1") else "hangs"}
+            return await super().start_process(name, argv, env=env | how, **keys)
+
+    engine = build(tmp_path, engines=2)
+    with pytest.raises(EngineError, match=r"sglang-1 .*Not enough memory"):
+        await engine.start(OneDies(), weights, 1)
+    assert not any([await server.alive() for server in engine.servers])
 
 
 async def test_a_server_that_is_silent_says_so_with_its_log(

@@ -17,7 +17,8 @@ from rollhook.engine.base import Engine
 from rollhook.engine.client import EngineClient
 from rollhook.errors import EngineError
 from rollhook.router import Worker
-from rollhook.testing.engine import EngineContract, LocalPlacement, LocalProcess, NextWeights
+from rollhook.testing.engine import EngineContract, NextWeights
+from rollhook.testing.placement import LocalPlacement, LocalProcess
 from rollhook_torch.config import EngineConfig
 from rollhook_torch.engine import TransformersEngine
 

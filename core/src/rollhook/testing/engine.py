@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
-import socket
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 from uuid import uuid4
 
 import pytest
@@ -20,15 +19,15 @@ from rollhook.engine.base import (
     GenerationRequest,
     PauseMode,
     Placement,
-    Process,
     SamplingParams,
 )
 from rollhook.engine.client import EngineClient
+from rollhook.engine.weights import update_workers
 from rollhook.errors import EngineError
 from rollhook.router import Worker
 from rollhook.testing.contract import Contract
+from rollhook.testing.placement import LocalPlacement
 
-LOOPBACK = "127.0.0.1"
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=8)
 DRAWN = SamplingParams(temperature=1.0, max_new_tokens=24)
 #: what the next weight directory is: a complete one for a version that was never used
@@ -270,15 +269,48 @@ class EngineContract(Contract):
         assert set(generation.versions) <= {before, version}
         assert generation.versions[-1] == version
 
+    async def test_an_update_goes_through_in_every_mode_with_a_request_under_way(
+        self, worker: Worker, next_weights: NextWeights, prompts: Sequence[Sequence[int]]
+    ) -> None:
+        for mode in get_args(PauseMode):
+            version, path = await asyncio.to_thread(next_weights)
+            async with _client() as client, self._long(client, worker, prompts) as (_, long):
+                assert await update_workers(client, [worker], path, version, mode) == {}
+                assert await client.weight_version(worker) == version
+                if mode == "abort":
+                    assert (await asyncio.wait_for(long, self.patience)).finish_reason == "abort"
+            assert (await _generate(worker, prompts[0], GREEDY)).weight_version == version
+
     async def test_it_describes_itself(self, worker: Worker) -> None:
         async with _client() as client:
             info = await client.server_info(worker)
             assert info.dp_size >= 1
             assert Worker(worker.url) in info.workers(worker.url) or info.dp_size > 1
 
-    async def test_the_cache_can_be_flushed_when_nothing_runs(self, worker: Worker) -> None:
+    async def test_the_cache_can_be_flushed_when_nothing_runs(
+        self, worker: Worker, prompts: Sequence[Sequence[int]]
+    ) -> None:
         async with _client() as client:
+            async with self._long(client, worker, prompts):
+                with pytest.raises(EngineError):
+                    await client.flush(worker, tries=1)
             await client.flush(worker)
+
+    async def test_a_cache_of_another_name_gives_the_same_reply(
+        self, worker: Worker, prompts: Sequence[Sequence[int]]
+    ) -> None:
+        async with _client() as client:
+            replies = []
+            for key in (None, "weight-version:1", "weight-version:1", "weight-version:2"):
+                request = GenerationRequest(f"contract-{uuid4().hex}", prompts[2], GREEDY, key)
+                replies.append((await client.generate(worker, request)).token_ids)
+        assert replies == [replies[0]] * 4
+
+    async def test_it_says_whether_it_generates(self, worker: Worker) -> None:
+        async with _client() as client:
+            assert await client.health_generate(worker)
+            async with self._paused(client, worker, "in_place"):
+                assert not await client.health_generate(worker, timeout=1.0)
 
     # -- helpers
 
@@ -309,71 +341,18 @@ class EngineContract(Contract):
             await client.continue_(worker)
 
 
-class LocalPlacement:
-    """Starts processes as children of this one; for engines' tests without a cluster."""
-
-    async def start_process(
-        self, name: str, argv: Sequence[str], *, env: Mapping[str, str], log: Path, gpus: float = 0
-    ) -> Process:
-        """Start a program here."""
-        process = LocalProcess(argv, env, log)
-        await process.restart()
-        return process
-
-    def free_port(self) -> int:
-        """Return a port that is free now."""
-        with socket.socket() as probe:
-            probe.bind((LOOPBACK, 0))
-            return int(probe.getsockname()[1])
-
-
-class LocalProcess:
-    """A child process whose output goes to a file."""
-
-    def __init__(self, argv: Sequence[str], env: Mapping[str, str], log: Path) -> None:
-        self._argv, self._env, self._log = argv, env, log
-        self._process: asyncio.subprocess.Process | None = None
-
-    async def restart(self) -> None:
-        """Kill it if it lives and start it anew."""
-        await self.stop()
-        with self._log.open("ab") as out:
-            self._process = await asyncio.create_subprocess_exec(
-                *(argument.replace("{host}", LOOPBACK) for argument in self._argv),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                env={**os.environ, **self._env},
-            )
-
-    async def stop(self) -> None:
-        """Terminate it, and kill it when that does not help."""
-        process, self._process = self._process, None
-        if process is None or process.returncode is not None:
-            return
-        process.terminate()
-        try:
-            await asyncio.wait_for(process.wait(), 10)
-        except TimeoutError:
-            process.kill()
-            await process.wait()
-
-    async def alive(self) -> bool:
-        """Return whether it runs."""
-        return self._process is not None and self._process.returncode is None
-
-    async def host(self) -> str:
-        """Return the address of this machine, for itself."""
-        return LOOPBACK
-
-
 @asynccontextmanager
 async def _client() -> AsyncIterator[EngineClient]:
-    client = EngineClient(generate_timeout=60.0, control_timeout=30.0)
+    client = EngineClient(generate_timeout=60.0, control_timeout=30.0, sleep=_soon)
     try:
         yield client
     finally:
         await client.aclose()
+
+
+async def _soon(seconds: float) -> None:
+    """Wait less long than a real client between its tries."""
+    await asyncio.sleep(seconds / 20)
 
 
 async def _generate(worker: Worker, ids: Sequence[int], sampling: SamplingParams) -> Generation:

@@ -47,6 +47,7 @@ class _Running:
     rid: str
     rank: int = 0
     tokens: int = 0
+    cached: int = 0
     aborted: bool = False
     admitted: bool = False
 
@@ -57,7 +58,8 @@ class FakeEngine:
     `latency` seconds pass before each reply, `token_seconds` before each token. `hold(after)` stops every
     generation before token `after` until `release()`. Beyond `slots` requests the next ones queue.
     `fail(path, status, times)` scripts failures; `healthy` is what `/health` says; `queue_seconds` is
-    reported, not waited. `requests` and `control` log what came in.
+    reported, not waited. `requests` and `control` log what came in. With `prefix_cache` replies tell how many
+    tokens of the prompt were in the cache of its `extra_key`, which a flush empties.
 
     What differs over the releases of SGLang is steered by `sglang`, a release: paths, the field of the rank,
     the form of `weight_versions`, and whether a paused engine flushes while requests are queued. The default,
@@ -75,6 +77,7 @@ class FakeEngine:
         exact_versions: bool = True,
         dp_size: int = 1,
         slots: int | None = None,
+        prefix_cache: bool = False,
         sglang: str = "",
         host: str = "127.0.0.1",
         port: int = 0,
@@ -98,7 +101,7 @@ class FakeEngine:
         self.control: list[tuple[str, Any]] = []
         self.peak = 0
         self.url = ""
-        self.cached: set[str | None] = set()
+        self._cache: dict[str | None, list[list[int]]] | None = {} if prefix_cache else None
         self._failures: dict[str, deque[tuple[int, Any]]] = defaultdict(deque)
         self._paused = ""
         self._running: dict[str, _Running] = {}
@@ -208,7 +211,7 @@ class FakeEngine:
         if rank is not None and not 0 <= rank < self.dp_size:
             return web.json_response({"error": {"message": f"no data-parallel rank {rank}"}}, status=400)
         running = _Running(str(body.get("rid")), rank or 0, len(body["input_ids"]))
-        self.cached.add(body.get("extra_key"))
+        running.cached = self._in_cache(body)
         self._running[running.rid] = running
         self.peak = max(self.peak, len(self._running))
         await self._notify()
@@ -255,7 +258,15 @@ class FakeEngine:
             if ids[-1] in stops:
                 reason = {"type": "stop", "matched": ids[-1]}
                 break
+        if self._cache is not None:
+            self._cache.setdefault(body.get("extra_key"), []).append(prompt + ids)
         return self._so_far(running, prompt, ids, versions, reason)
+
+    def _in_cache(self, body: Mapping[str, Any]) -> int:
+        """Return how many tokens of a prompt are in the cache; the last one is computed in any case."""
+        known = (self._cache or {}).get(body.get("extra_key"), [])
+        prompt = body["input_ids"][:-1]
+        return max((_common(prompt, each) for each in known), default=0)
 
     def _so_far(
         self,
@@ -270,7 +281,7 @@ class FakeEngine:
             "finish_reason": reason,
             "prompt_tokens": len(prompt),
             "completion_tokens": len(ids),
-            "cached_tokens": 0,
+            "cached_tokens": running.cached,
             "weight_version": str(self.version),
             "output_token_logprobs": [[-(i + 1) / 128, token, None] for i, token in enumerate(ids)],
             "e2e_latency": self.latency,
@@ -378,7 +389,8 @@ class FakeEngine:
         elif name == "flush_cache":
             if not self._flushes():
                 return web.Response(text="Flush cache failed.\n", status=400)
-            self.cached.clear()
+            if self._cache is not None:
+                self._cache.clear()
         else:
             return web.json_response({"error": {"message": f"no endpoint {name}"}}, status=404)
         await self._notify()
@@ -432,6 +444,11 @@ def spans_of(versions: Sequence[int | str]) -> list[dict[str, Any]]:
             spans.append({"version": str(version), "start": index})
         spans[-1]["end"] = index + 1
     return spans
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    pairs = zip(one, other, strict=False)
+    return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 class FakeEngines(Engine):

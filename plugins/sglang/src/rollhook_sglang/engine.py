@@ -11,7 +11,7 @@ from rollhook.component import BuildContext
 from rollhook.engine.base import Engine, Placement
 from rollhook.engine.client import EngineClient
 from rollhook.engine.weights import update_workers
-from rollhook.errors import EngineError
+from rollhook.errors import EngineError, RollhookError
 from rollhook.router import Worker
 from rollhook_sglang import releases
 from rollhook_sglang.config import SGLangConfig
@@ -51,11 +51,13 @@ class SGLangEngine(Engine):
             )
             for index in range(self.config.engines)
         ]
-        started = [server.start(model_dir, weight_version) for server in self.servers]
-        failures = [e for e in await asyncio.gather(*started, return_exceptions=True) if e is not None]
-        if failures:
+        try:
+            async with asyncio.TaskGroup() as starting:
+                for server in self.servers:
+                    starting.create_task(server.start(model_dir, weight_version))
+        except ExceptionGroup as errors:
             await self.stop()
-            raise failures[0]
+            raise errors.exceptions[0] from None
         for server in self.servers:
             info = server.info
             self.context.logger.info(
@@ -69,7 +71,8 @@ class SGLangEngine(Engine):
         watchers, self._watchers = self._watchers, []
         for watcher in watchers:
             watcher.cancel()
-        await asyncio.gather(*watchers, return_exceptions=True)
+        if watchers:
+            await asyncio.wait(watchers)
         await asyncio.gather(*(server.stop() for server in self.servers))
         await self._client.aclose()
 
@@ -149,5 +152,5 @@ class SGLangEngine(Engine):
             served = await self._client.weight_version(server.worker)
             if served != self._newest[1]:
                 await update_workers(self._client, [server.worker], *self._newest, "abort")
-        except EngineError as error:
+        except RollhookError as error:  # of the engine, or of the cluster: the next look tries again
             self.context.logger.error("%s", error)
