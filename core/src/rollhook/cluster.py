@@ -115,11 +115,15 @@ class Cluster:
 
         `env` is set before the module is imported; output is appended to `log`, by default
         `<scratch>/<name>.log`. Raises what the constructor raised, as `Remote.call` does. GPUs are whole or
-        fractions, as Ray counts them. At most `calls` calls run at once, each on a thread of its own.
+        fractions, as Ray counts them; RollhookError for more than the cluster has. At most `calls` calls run
+        at once, each on a thread of its own.
         """
         log = log or self._scratch / f"{name}.log"
 
         def create() -> Any:
+            there = _ray().cluster_resources().get("GPU", 0) if gpus else 0
+            if gpus > there:  # Ray would wait for a machine that nobody adds
+                raise RollhookError(f"{name} needs {gpus:g} GPUs, and the cluster has {there:g}", kind="user")
             options = {"num_cpus": 0, "num_gpus": gpus, "max_restarts": 0, "max_concurrency": calls}
             return _ray().remote(**options)(_Resident).remote(name, str(log))
 

@@ -19,7 +19,7 @@ from rollhook.cluster import Cluster
 from rollhook.engine.base import Engine, Process
 from rollhook.engine.client import EngineClient
 from rollhook.engine.weights import update_workers
-from rollhook.errors import EngineError
+from rollhook.errors import EngineError, RollhookError
 from rollhook.router import Worker
 from rollhook.testing.engine import EngineContract, NextWeights
 from rollhook.testing.placement import LocalPlacement
@@ -145,6 +145,17 @@ async def test_a_server_that_is_silent_says_so_with_its_log(
     with pytest.raises(EngineError, match=r"did not generate within 3 s .*server_args="):
         await engine.start(LocalPlacement(), weights, 1)
     assert not await engine.servers[0].alive()
+
+
+async def test_a_cluster_without_room_is_told_in_time(tmp_path: Path, build: Build, weights: Path) -> None:
+    class Full(LocalPlacement):
+        async def start_process(self, *args: Any, **keys: Any) -> Process:
+            await asyncio.Event().wait()
+            raise AssertionError("unreachable")
+
+    engine = build(tmp_path, tp_size=8, gpus=None, nnodes=2, host="node", start_timeout=0.1)
+    with pytest.raises(EngineError, match=r"no 4 free GPUs on each of 2 nodes within 0\.1 s"):
+        await engine.start(Full(), weights, 1)
 
 
 async def test_an_option_that_the_release_lacks_stops_the_start(
@@ -287,6 +298,8 @@ async def test_on_a_cluster_of_ray_servers_run_in_actors_and_are_started_anew(
     cluster = await Cluster.start(tmp_path / "scratch", cpus=2)
     engine = build(tmp_path, host="node", restart_seconds=0.05)
     try:
+        with pytest.raises(RollhookError, match=r"sglang-0-0 needs 4096 GPUs, and the cluster has \d"):
+            await build(tmp_path, tp_size=4096, gpus=None).start(cluster.placement, weights, 4)
         (worker,) = await engine.start(cluster.placement, weights, 4)
         assert await client.weight_version(worker) == 4
         (process,) = engine.servers[0]._processes

@@ -84,13 +84,25 @@ class Server:
     async def _start(self, port: int, model_dir: Path, weight_version: int) -> None:
         marks = [(log, _size(log)) for log in self._logs()]
         try:
-            await self._start_processes(port, model_dir, weight_version)
+            await self._placed(port, model_dir, weight_version)
             await self._until_it_generates(marks)
             await self._check(weight_version)
         except BaseException:
             with suppress(asyncio.CancelledError):
                 await asyncio.shield(self.stop())
             raise
+
+    async def _placed(self, port: int, model_dir: Path, weight_version: int) -> None:
+        """Start the processes. Raises EngineError when the cluster has no room for them in time."""
+        try:
+            async with asyncio.timeout(self._config.start_timeout):
+                await self._start_processes(port, model_dir, weight_version)
+        except TimeoutError:
+            gpus, nodes = self._config.gpus_needed / self._config.nnodes, self._config.nnodes
+            raise EngineError(
+                f"the SGLang server {self._name} found no {gpus:g} free GPUs on each of {nodes} nodes within"
+                f" {self._config.start_timeout:g} s (engine.start_timeout)"
+            ) from None
 
     async def _start_processes(self, port: int, model_dir: Path, weight_version: int) -> None:
         """Start the process of each node; the first one says where the others find it."""
