@@ -23,6 +23,7 @@ from rollhook.errors import EngineError, RollhookError
 from rollhook.router import Worker
 from rollhook.testing.engine import EngineContract, NextWeights
 from rollhook.testing.placement import LocalPlacement
+from rollhook.testing.policy import serving as policy_over
 from rollhook_sglang import engine as watching
 from rollhook_sglang import server as serving
 from rollhook_sglang.engine import SGLangEngine
@@ -242,6 +243,28 @@ async def test_weights_that_were_published_during_a_restart_are_sent_before_it_c
         await until(lambda: client.health(worker))
         async with server.lock:
             assert await client.weight_version(worker) == 9
+
+
+async def test_a_server_that_died_gets_requests_again_once_it_serves_the_weights_of_today(
+    tmp_path: Path, build: Build, weights: Path, client: EngineClient
+) -> None:
+    engine = build(tmp_path, engines=2, restart_seconds=0.05)
+    newer = tmp_path / "v2"
+    newer.mkdir()
+    async with started(engine, weights) as workers, policy_over(directory=tmp_path) as policy:
+        policy.set_workers(workers, 1)
+        os.kill(pids(engine)[0], signal.SIGKILL)
+        engine.published(newer, 2)
+        failed = await policy.update_weights(newer, 2)
+        assert set(failed) <= {workers[0]}
+        assert len(policy.table.offered()) == 2 - len(failed)
+
+        async def both_are_offered() -> bool:
+            await policy.check_health()
+            return len(policy.table.offered()) == 2
+
+        await until(both_are_offered)
+        assert [await client.weight_version(worker) for worker in workers] == [2, 2]
 
 
 async def test_restarts_are_bounded_and_wait_longer_each_time(
