@@ -116,6 +116,17 @@ def test_wherever_streams_are_cut_text_and_tokens_are_those_of_one_reply(
     asyncio.run(converse())
 
 
+async def test_half_a_character_comes_only_when_nothing_completes_it(directory, renderer):
+    ids = renderer.encode("a \U0001f980")[:-1]
+    engine = FakeEngine(lambda prompt, params: ids)
+    async with serving(engine, directory=directory) as policy:
+        heard = Heard()
+        reply = await open_session(policy).chat([USER], on_delta=heard.append)
+    assert heard.text == reply.message["content"] == renderer.parse(ids)["content"]
+    assert "\ufffd" not in "".join(delta.text for delta in heard[:-1])
+    assert heard[-1].text.endswith("\ufffd")
+
+
 @pytest.mark.parametrize("stop", [True, False])
 async def test_a_stream_cut_behind_its_last_token_is_whole(directory, renderer, stop):
     ids = [*renderer.encode("ab"), *([2] if stop else [5])]
