@@ -534,17 +534,22 @@ class Reading:
 @pytest.mark.parametrize("step", ["pause", "update_weights_from_disk", "weight_version", "continue_"])
 async def test_an_update_that_is_cancelled_leaves_no_engine_paused(tmp_path, client, step):
     stopped = Reading(client, step)
-    async with FakeEngine() as engine:
+    async with FakeEngine() as one, FakeEngine() as two:
         stopped.go.clear()
-        update = asyncio.ensure_future(update_workers(stopped, engine.workers, tmp_path, 2, "in_place"))
-        await stopped.reached.wait()
+        workers = [one.worker, two.worker]
+        update = asyncio.ensure_future(update_workers(stopped, workers, tmp_path, 2, "in_place"))
+        async with asyncio.timeout(10):
+            while stopped.now < 2:
+                await stopped.reached.wait()
+                stopped.reached.clear()
         update.cancel()
         stopped.go.set()
         with pytest.raises(asyncio.CancelledError):
             await update
-        assert not engine.paused
-        names = [name for name, _ in engine.control]
-        assert names.count("pause_generation") == names.count("continue_generation") or step == "pause"
+        for engine in (one, two):
+            assert not engine.paused
+            names = [name for name, _ in engine.control]
+            assert names.count("pause_generation") == names.count("continue_generation") or step == "pause"
 
 
 async def test_an_engine_goes_on_when_the_block_in_its_pause_fails(client):
