@@ -33,6 +33,7 @@ from rollhook.agent import Agent, AgentContext, StopReason
 from rollhook.component import Config
 from rollhook.engine.base import Generation, GenerationRequest, SamplingParams
 from rollhook.engine.client import EngineClient
+from rollhook.engine.streaming import TokenSink
 from rollhook.environment import (
     Environment,
     Episode,
@@ -62,7 +63,9 @@ KIB = 1024
 class Coroutine:
     """An engine that is a coroutine."""
 
-    async def generate(self, worker: Worker, request: GenerationRequest) -> Generation:
+    async def generate(
+        self, worker: Worker, request: GenerationRequest, on_tokens: TokenSink | None = None
+    ) -> Generation:
         await asyncio.sleep(0)
         return Generation(mock_engine.IDS, mock_engine.LOGPROBS, "stop", weight_version=1)
 
