@@ -267,6 +267,7 @@ def test_thin_replies_match_all_along_a_path():
         ('{"a": 1, "b": 2}', '{"b":2,"a":1}', True),
         ('{"a": "\\u00e9"}', '{"a": "é"}', True),
         ("{}", "", True),
+        ('{"a": [1.0, 2.5]}', '{"a": [1, 2.5]}', True),
         ('{"a": 1}', '{"a": 2}', False),
         ("{broken", "{broken", True),
         ("{broken", "{other", False),

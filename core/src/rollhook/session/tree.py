@@ -51,10 +51,17 @@ def message_key(message: Message, *, bare: bool = False) -> Key:
 
 def _arguments(given: Any) -> str:
     try:
-        parsed = json.loads(given) if isinstance(given, str) else given
+        text = given if isinstance(given, str) else json.dumps(given)
+        parsed = json.loads(text, parse_float=_number)
         return json.dumps(parsed, sort_keys=True) if parsed else ""
     except (TypeError, ValueError, RecursionError):
         return str(given)
+
+
+def _number(text: str) -> float | int:
+    """Return a number of JSON; 1.0 is 1, as JavaScript writes it."""
+    value = float(text)
+    return int(value) if value.is_integer() else value
 
 
 @dataclass(eq=False, slots=True)
