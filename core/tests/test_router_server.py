@@ -464,27 +464,74 @@ def test_an_idle_session_counts_until_its_time_is_over_and_a_request_without_a_k
     now, policy = [0.0], Keyed()
     pool = Pool(Chain([policy]), session_idle=10.0, now=lambda: now[0])
     pool.add([Worker("http://a"), Worker("http://b")])
-    for key in ("s", "s", None):
+
+    def send(key=None):
         with pool.request(request := asked(key)):
             entry = pool.choose(request, set())
             with entry.sending(request.route.expected_tokens):
                 assert entry.tokens_in_flight == 10
+        return entry
+
+    assert send("s") is send("s")
+    send()
+    assert len(policy.ended) == 1  # the one without a key
     assert [entry.open_sessions for entry in pool.table] == [1, 0]
     assert [entry.tokens_in_flight for entry in pool.table] == [0, 0]
     now[0] = 9.0
     with pool.request(other := asked("t")):
         pool.choose(other, set())
         now[0] = 11.0
-        with pool.request(third := asked("u")):
-            pool.choose(third, set())
-        assert "s" in policy.ended
+        send("u")
+        assert pool.sessions == 2
         now[0] = 25.0  # "t" has been idle for long, but its request is still under way
-        with pool.request(fourth := asked("v")):
-            pool.choose(fourth, set())
-        assert "t" not in policy.ended
-        assert "u" in policy.ended
-    assert pool.sessions == 2
+        send("v")
+        assert pool.sessions == 2
     assert sum(entry.open_sessions for entry in pool.table) == 2
+    assert len(policy.ended) == 1  # nobody said that "s" and "u" are over
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["a", "b", "c", None]), st.integers(0, 20), st.booleans()), max_size=40
+    )
+)
+def test_counts_of_open_sessions_are_right_whatever_comes(steps):
+    now = [0.0]
+    pool = Pool(Chain([Keyed()]), session_idle=10.0, now=lambda: now[0])
+    for key, seconds, changes in steps:
+        now[0] += seconds
+        if changes and len(pool.table.workers) > 1:
+            pool.remove(pool.table.workers[0])
+        elif changes:
+            pool.add([Worker(f"http://{now[0]}"), Worker("http://z", 1)])
+        if key is not None and seconds == 7:
+            pool.forget(key)
+        with pool.request(request := asked(key)):
+            pool.choose(request, set())
+        placed = [session for session in pool._sessions.values() if session.entry in list(pool.table)]
+        assert sum(entry.open_sessions for entry in pool.table) == len(placed)
+        assert all(entry.open_sessions >= 0 for entry in pool.table)
+
+
+async def test_a_session_keeps_its_worker_whatever_the_policy_until_that_is_gone():
+    class Turns(RouterPolicy):
+        def pick(self, request, workers):
+            return workers[next(turns) % len(workers)].worker
+
+    turns = itertools.count()
+    policy = Turns(Config(), build_context())
+    async with (
+        FakeEngine() as one,
+        FakeEngine() as two,
+        routing(one.url, two.url, policy=policy) as (_, client),
+    ):
+        for _ in range(4):
+            await generated(client, key="a")
+        assert sorted([len(one.requests), len(two.requests)]) == [0, 4]
+        first, second = (one, two) if one.requests else (two, one)
+        await first.stop()
+        assert (await generated(client, key="a"))[0] == 200
+        assert len(second.requests) == 1
 
 
 async def test_a_client_can_say_that_a_session_is_over():

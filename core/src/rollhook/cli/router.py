@@ -65,9 +65,9 @@ def router(  # noqa: PLR0913, PLR0917 - the options of a command
 
     Serves /generate, /v1/chat/completions, /v1/completions, /v1/messages and /v1/embeddings, streams
     included; bodies and answers go on as they came. A session is named by the header X-SMG-Routing-Key (or
-    X-Rollhook-Session). Engines come and go by the worker API of SGLang's router: POST /workers {"url": ...},
-    GET /workers, DELETE /workers/ID; so a framework that takes an external router registers its own here.
-    /metrics is for Prometheus.
+    X-Rollhook-Session) and keeps its worker while that is there; policies choose for new ones. Engines come
+    and go by the worker API of SGLang's router: POST /workers {"url": ...}, GET /workers, DELETE /workers/ID;
+    so a framework that takes an external router registers its own here. /metrics is for Prometheus.
 
         rollhook router --worker http://10.0.0.7:30000 --worker http://10.0.0.8:30000
         rollhook router --policy prefix_cache --host 0.0.0.0 --token env:ROUTER_TOKEN

@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from rollhook.router import RouteRequest, Worker
+from rollhook.router import Worker
 from rollhook.router_server.asked import Asked
 from rollhook.routing import Chain
 from rollhook.session.breaker import Breaker
@@ -23,11 +23,12 @@ class _Session:
 
 
 class Pool:
-    """Chooses a worker for every request, and counts who is open where.
+    """Chooses the worker of a session, which keeps it while that is on offer, and counts who is where.
 
-    A session is a routing key; nobody says when it ends, so it counts as open on the worker of its last
-    request until it has been idle for `session_idle` seconds or `forget` is called. A request without a key
-    is a session of its own.
+    A session is a routing key; nobody says when it ends, so it counts as open on its worker until it has
+    been idle for `session_idle` seconds, or `forget` is called. Until then the policies are asked once, as
+    those of a run are, unless they want to be asked each turn. A request without a key is a session of its
+    own.
     """
 
     def __init__(
@@ -80,12 +81,14 @@ class Pool:
             if asked.rank is None or asked.rank == entry.worker.dp_rank
         ]
         candidates = [entry for entry in offered if entry.worker not in failed] or offered
+        session = self._sessions.get(asked.route.session_id)
+        if session is not None and session.entry in candidates and not self._chain.each_turn:
+            return session.entry
         worker = self._chain.pick(asked.route, [self.table.load(entry) for entry in candidates])
-        if worker is None:
-            return None
-        self._chain.assigned(asked.route, worker)
         entry = self.table.get(worker)
-        self._assign(asked.route, entry)
+        if worker is not None:
+            self._chain.assigned(asked.route, worker)
+            self._assign(session, entry)
         return entry
 
     @contextmanager
@@ -104,33 +107,35 @@ class Pool:
                 self._touch(name, session)
 
     def forget(self, name: str) -> bool:
-        """End a session; False when there is none of that name."""
+        """End a session, for policies too; False when there is none of that name."""
+        self._chain.closed(name)
+        return self._uncount(name)
+
+    def _uncount(self, name: str) -> bool:
         session = self._sessions.pop(name, None)
         if session is None:
             return False
-        if session.entry is not None:
-            session.entry.open_sessions -= 1
-        self._chain.closed(name)
+        self._assign(session, None)
         return True
 
-    def _assign(self, request: RouteRequest, entry: Entry | None) -> None:
-        session = self._sessions.get(request.session_id)
-        if session is None:  # forgotten meanwhile
+    def _assign(self, session: _Session | None, entry: Entry | None) -> None:
+        if session is None:  # forgotten while its request is under way
             return
-        if session.entry is not entry:
-            if session.entry is not None:
-                session.entry.open_sessions -= 1
-            if entry is not None:
-                entry.open_sessions += 1
-            session.entry = entry
-        self._touch(request.session_id, session)
+        if session.entry is not None:
+            session.entry.open_sessions -= 1
+        if entry is not None:
+            entry.open_sessions += 1
+        session.entry = entry
 
     def _touch(self, name: str, session: _Session) -> None:
         session.used = self._now()
         self._sessions.move_to_end(name)
 
     def _expire(self) -> None:
-        """Forget sessions that have been idle for long, but for those with a request under way."""
+        """Count no more the sessions that have been idle for long, but for those with a request under way.
+
+        They may come back, so the policies keep what they know of them within their own bounds.
+        """
         limit = self._now() - self._idle
         while self._sessions:
             name, session = next(iter(self._sessions.items()))
@@ -139,4 +144,4 @@ class Pool:
             if session.requests:
                 self._touch(name, session)
             else:
-                self.forget(name)
+                self._uncount(name)
