@@ -20,6 +20,7 @@ from rollhook.cli.main import VERBS, app
 from rollhook.installed import installed
 from rollhook.recipe.check import check_recipe
 from rollhook.recipe.schema import Recipe
+from rollhook.reply.forms import FORM_NAMES, THINKING_NAMES
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -60,6 +61,7 @@ def test_everything_is_mentioned() -> None:
     wanted = [*(name for name in vars(hookspecs) if name.startswith("rollhook_"))]
     wanted += [f"rollhook {verb}" for verb in VERBS]
     wanted += [f"`{key}`" for key in Recipe.model_fields]
+    wanted += [f"`{name}`" for name in (*FORM_NAMES, *THINKING_NAMES)]
     wanted += [recipe.stem for recipe in (ROOT / "recipes").glob("*.yaml")]
     here = {f"rollhook-{p.parent.name}" for p in ROOT.glob("*/*/pyproject.toml")}
     wanted += [f"{e.kind}.{e.name}" for e in installed() if e.distribution in here]
