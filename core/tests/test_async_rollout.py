@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +18,7 @@ from rollhook.runtime.batch import Prompt, batch_metrics
 from rollhook.runtime.books import Books, BooksError
 from rollhook.runtime.buffer import FILL_LIMIT
 from rollhook.runtime.concurrency import CROWDED, ROOMY, AdaptiveLimit
+from rollhook.runtime.episode import EpisodeResult
 from rollhook.runtime.making import member
 from rollhook.runtime.slots import Slots
 
@@ -146,7 +149,40 @@ async def test_no_step_can_take_it_any_more_so_it_ends_before_the_weights_are_th
     assert of(runner, "s00000") == ["a1-s00000-g000-e00-t1", "a1-s00000-g000-e01-t1"]
 
 
+# -- submission
+
+
+@pytest.mark.parametrize(("submission", "begun"), [("episode", "s00002-g000-e00"), ("group", "")])
+async def test_a_free_slot_takes_an_episode_or_waits_for_those_of_a_whole_group(held, submission, begun):
+    runner, make = held
+    make(9, max_staleness=4, batch_groups=1, max_concurrent=4, submission=submission)
+    await runner.until(4)
+    await runner.end(1, of(runner, "s00000")[0])
+    await settle()
+    assert [name for name in runner.waiting if "s00002" in name] == ([f"a1-{begun}-t0"] if begun else [])
+    await runner.end(1, of(runner, "s00001")[0])
+    await settle()
+    assert len(of(runner, "s00002")) == (2 if begun else 0), "two slots are free, of two groups"
+    await runner.end(1, *of(runner, "s00000"))
+    await settle()
+    assert len(runner.waiting) == (4 if begun else 3)
+
+
 # -- what a step takes
+
+
+async def test_a_sample_without_a_version_is_of_no_age():
+    class Silent(ScriptedRunner):
+        async def run(self, request):
+            result = await super().run(request)
+            spans = np.zeros((0, 4), np.int32)
+            return EpisodeResult(result.record, [dataclasses.replace(s, spans=spans) for s in result.samples])
+
+    made = producer(Silent([PASS, FAIL]), steps=9, max_staleness=0)
+    made.start(5, {3: 5}, next_step=5)
+    batch = await made.batch()
+    await made.aclose()
+    assert (len(batch.accepted), batch.staleness) == (1, [0.0] * 4)
 
 
 async def test_a_step_takes_the_oldest_groups_first(held):
