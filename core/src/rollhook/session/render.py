@@ -18,6 +18,7 @@ import tokenizers
 
 from rollhook.errors import AgentError, UsageError
 from rollhook.messages import Message, ToolSchema
+from rollhook.reply.calls import CallForm
 from rollhook.reply.detokenizer import Detokenizer
 from rollhook.reply.forms import call_form, check_known, thinking
 from rollhook.reply.parser import StreamParser, Thinking
@@ -97,6 +98,7 @@ class Renderer:
         self.stop_token_ids = self._stop_ids()
         self._stops = frozenset(self.stop_token_ids)
         self._thinking = self._opened(thinking(reasoning_parser, template))
+        self._hidden = (self._hidden_ids(None), self._hidden_ids(self._calls))
         pieces = (self._index_of(f"<0x{byte:02X}>") for byte in range(256))
         self._bytes = frozenset(index for index in pieces if index is not None)
 
@@ -129,12 +131,8 @@ class Renderer:
     def stream_parser(self, tools: Sequence[ToolSchema] | None = None) -> StreamParser:
         """Return what parses one reply as its ids come; calls are looked for where there are tools."""
         form = self._calls if tools else None
-        shown = set() if form is None else set(form.marks)
-        if self._thinking is not None:
-            shown |= {self._thinking.start, self._thinking.end}
-        hidden = frozenset(index for index, token in self._special.items() if token not in shown)
         return StreamParser(
-            Detokenizer(self._tokenizer, hidden, self._bytes),
+            Detokenizer(self._tokenizer, self._hidden[form is not None], self._bytes),
             self._stops,
             thinking=self._thinking,
             calls=form,
@@ -233,6 +231,13 @@ class Renderer:
             return None
         prompt = self._render([_USER], None, generate=True)
         return replace(marks, opened=prompt.rstrip().endswith(marks.start))
+
+    def _hidden_ids(self, form: CallForm | None) -> frozenset[int]:
+        """Return the control tokens that a parser need not see."""
+        shown = set() if form is None else set(form.marks)
+        if self._thinking is not None:
+            shown |= {self._thinking.start, self._thinking.end}
+        return frozenset(index for index, token in self._special.items() if token not in shown)
 
     def _index_of(self, token: str) -> int | None:
         index: int | None = self._tokenizer.token_to_id(token)
