@@ -21,7 +21,7 @@ pytest.importorskip("ray", reason="needs ray: `python3 core test` installs it")
 
 #: so many that the kill, at most 0.6 s after an event of the second or third step, meets a live run
 STEPS = 12
-VICTIMS = ("driver", "engine", "trainer")
+VICTIMS = ("driver", "engine", "trainer", "worker")
 #: the quickstart with a model that knows nothing, so that nothing needs to be run before
 SMALL = [
     "~needs",
@@ -42,7 +42,7 @@ SMALL = [
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("victim", "seed"), list(zip(VICTIMS, range(3), strict=True)))
+@pytest.mark.parametrize(("victim", "seed"), list(zip(VICTIMS, range(4), strict=True)))
 def test_a_run_survives_a_kill(tmp_path, victim, seed):
     """Invariants 3 and 4, with a real kill -9."""
     survive(tmp_path, victim, seed)
@@ -50,17 +50,18 @@ def test_a_run_survives_a_kill(tmp_path, victim, seed):
 
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("seed", range(3, 23))
+@pytest.mark.parametrize("seed", range(4, 24))
 def test_a_run_survives_many_kills(tmp_path, seed, record_property):
-    victim = random.Random(seed).choice(VICTIMS)
-    record_property("figure", survive(tmp_path, victim, seed))
+    rng = random.Random(seed)
+    record_property("figure", survive(tmp_path, rng.choice(VICTIMS), seed, workers=rng.choice([1, 2])))
 
 
-def survive(tmp_path, victim, seed):
+def survive(tmp_path, victim, seed, workers=1):
     """Run, kill, resume where that was needed, and look at what is left; return what happened in words."""
     started = time.monotonic()
-    process = rollhook(tmp_path, "run", "quickstart", *SMALL, f"seed={seed}", "--run-id", "k",
-                       f"storage.root={tmp_path / 'runs'}")  # fmt: skip
+    workers = 2 if victim == "worker" else workers
+    process = rollhook(tmp_path, "run", "quickstart", *SMALL, f"seed={seed}", f"+rollout.workers={workers}",
+                       "--run-id", "k", f"storage.root={tmp_path / 'runs'}")  # fmt: skip
     when = kill(tmp_path, process, victim, random.Random(seed))
     output, code = end(process)
     if victim == "driver":
@@ -68,6 +69,7 @@ def survive(tmp_path, victim, seed):
     elif code != 0:
         assert code == 1, output[-3000:]
         assert "Traceback" not in output
+        assert victim != "worker", output[-3000:]
         assert f"{victim} " in output or "engine" in output, output[-3000:]
     if code != 0:
         output, again = end(rollhook(tmp_path, "run", "--resume", "k"))
@@ -78,7 +80,7 @@ def survive(tmp_path, victim, seed):
     assert wait_until_gone(tmp_path) == []
     assert end(rollhook(tmp_path, "sandboxes", "list", "k"))[0].startswith("0 sandboxes")
     return (
-        f"{victim} killed {when}; {'resumed' if code else 'survived'}, "
+        f"{victim} of {workers} processes killed {when}; {'resumed' if code else 'survived'}, "
         f"{time.monotonic() - started:.0f} s in all"
     )
 
@@ -101,7 +103,7 @@ def kill(tmp_path, process, victim, rng):
 
 
 def processes_of(tmp_path, victim):
-    """Return the processes whose output goes to the log of an engine or of the trainer."""
+    """Return the processes whose output goes to the log of an engine, the trainer or a rollout worker."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
@@ -110,8 +112,12 @@ def processes_of(tmp_path, victim):
         except OSError:
             continue
         if log.is_relative_to(tmp_path):
-            is_engine, is_trainer = b"rollhook_torch.server" in command, log.name == "trainer.log"
-            if is_engine if victim == "engine" else is_trainer:
+            is_of = {
+                "engine": b"rollhook_torch.server" in command,
+                "trainer": log.name == "trainer.log",
+                "worker": log.name.startswith("rollout-worker-") and command.startswith(b"ray::"),
+            }
+            if is_of[victim]:
                 found.append(int(path.name))
     return found
 

@@ -177,6 +177,10 @@ class FakeRemote:
     def die(self):
         """Do nothing from now on: its loop, where it has one, stands still as it is."""
         self.died.set()
+        self.stand_still()
+
+    def stand_still(self):
+        """Let its loop do nothing from now on, though the process is there."""
         if (loop := getattr(self._target, "_loop", None)) is not None:
             loop.call_soon_threadsafe(loop.stop)
 

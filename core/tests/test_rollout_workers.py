@@ -13,7 +13,8 @@ from surviving import assert_survived, events
 
 from rollhook.errors import BudgetExceeded, RollhookError, RunError, UsageError
 from rollhook.router import Worker
-from rollhook.runtime import rollout_workers
+from rollhook.runtime import remote_worker, rollout_workers, worker_host
+from rollhook.runtime.live_file import snapshot
 from rollhook.runtime.mirror import merged
 from rollhook.runtime.parts import share_of
 from rollhook.runtime.peer import Peer
@@ -126,6 +127,58 @@ async def test_a_run_whose_workers_all_die_again_and_again_says_so(tmp_path, mon
         RunError, match=r"every rollout worker died 2 times in a row; their logs are in .*logs"
     ):
         await driving
+    assert rig.sandboxes() == []
+
+
+async def test_a_worker_that_stands_still_counts_as_dead(tmp_path, monkeypatch):
+    monkeypatch.setattr(remote_worker, "SILENCE", 2.0)
+    cluster = FakeCluster()
+    rig, gate = gated(tmp_path)
+    driving = asyncio.ensure_future(rig.drive(cluster=cluster))
+    await until(lambda: len(list(gate.iterdir())) == 8, driving)
+    cluster.remotes["rollout-worker-2"][0].stand_still()
+    await until(lambda: len(cluster.remotes["rollout-worker-2"]) == 2, driving)
+    (gate / "open").touch()
+    await driving
+    assert_survived(rig.run, STEPS)
+    (lost,) = [entry.data for entry in events(rig.run) if entry.event == "worker_lost"]
+    assert "said nothing for 2 s" in lost["reason"]
+
+
+async def test_what_episodes_do_elsewhere_is_seen_here_and_ended_from_here(tmp_path, monkeypatch):
+    made = []
+    place = rollout_workers.RolloutWorkers.place
+    monkeypatch.setattr(
+        rollout_workers.RolloutWorkers, "place", lambda self: made.append(self) or place(self)
+    )
+    monkeypatch.setattr(worker_host, "SEEN_INTERVAL", 0.05)
+    cluster = FakeCluster()
+    rig, gate = gated(tmp_path)
+    driving = asyncio.ensure_future(rig.drive(cluster=cluster))
+    await until(lambda: made and len(made[0].live.episodes) == 8, driving)
+    (workers,) = made
+    shown = workers.live.episodes
+    await until(lambda: all(live.node == "agent" for live in shown.values()), driving)
+    found = snapshot(workers.live, workers.table)
+    assert {box for each in found["episodes"] for box in each["sandboxes"].values()} == {
+        path.stem for path in (tmp_path / "provider").iterdir()
+    }
+    assert {each["deadline"]["name"] for each in found["episodes"]} == {"agent's clock"}
+    assert [engine["open_sessions"] for engine in found["engines"]] == [8]
+    hosted = [each._target._worker for each in _all(cluster)]
+    for each in hosted:  # each router sees the sessions of both
+        (entry,) = each._policy.table
+        await until(lambda h=each, e=entry: h._policy.table.load(e).open_sessions == 8, driving)
+        assert entry.open_sessions == 4
+    name = sorted(shown)[0]
+    shown[name].cancel("stale")
+    await until(lambda: name not in shown, driving)
+    (gate / "open").touch()
+    await driving
+    ends = {e.data["episode_id"]: e.data for e in events(rig.run) if e.event == "episode_finished"}
+    assert [i for i, end in ends.items() if end["outcome"] != "scored"] == [name]
+    assert ends[name]["outcome"] == "cancelled"
+    assert_survived(rig.run, STEPS)
     assert rig.sandboxes() == []
 
 

@@ -44,7 +44,8 @@ class Orphans:
         """Finish, and look once more for what was just being made when its worker died."""
         while self._tasks:
             await asyncio.wait(set(self._tasks))
-        for nonce in self._unsure:
+        unsure, self._unsure = self._unsure, []
+        for nonce in unsure:
             try:
                 for info in await self._backend.list({PREFIX + "nonce": nonce}):
                     await self._backend.delete(info.id)

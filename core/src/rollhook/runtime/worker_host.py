@@ -38,7 +38,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 #: seconds between two reports of loads, and two of all that live.json wants
-LOADS_INTERVAL, SEEN_INTERVAL = 0.1, 2.0
+LOADS_INTERVAL, SEEN_INTERVAL = 0.1, 1.0
 #: methods of the policy that the driver calls from afar
 STEERED = ("resume", "set_version", "set_workers")
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
