@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rollhook.cluster import Cluster
     from rollhook.plugins import Plugins
     from rollhook.recipe.schema import Need
-    from rollhook.rundir import RunDir
+    from rollhook.rundir import Attempt, RunDir
 
 
 class Stop:
@@ -113,8 +113,12 @@ async def drive_run(run: RunDir, display: Display) -> RunResult:
         if result is not None and result.status == "succeeded":
             display.say(f"Run {run.run_id} has done all its {newest.step} steps already.")
             return result
-    async with own_cluster(run.path / ".cluster", display) as (cluster, stop):
-        return await _drive(loaded, plugins, run, cluster, display, stop)
+    attempt = await asyncio.to_thread(run.claim)  # before Ray is started, for it may be refused
+    try:
+        async with own_cluster(run.path / ".cluster", display) as (cluster, stop):
+            return await _drive(loaded, plugins, run, cluster, display, stop, attempt)
+    finally:
+        attempt.finish("failed")  # nothing, unless the driver was never reached
 
 
 def _say_remarks(loaded: Loaded, display: Display) -> None:
@@ -186,7 +190,13 @@ def _make_directory(loaded: Loaded, plugins: Plugins, run_id: str | None) -> Run
 
 
 async def _drive(
-    loaded: Loaded, plugins: Plugins, run: RunDir, cluster: Cluster, display: Display, stop: Stop
+    loaded: Loaded,
+    plugins: Plugins,
+    run: RunDir,
+    cluster: Cluster,
+    display: Display,
+    stop: Stop,
+    attempt: Attempt | None = None,
 ) -> RunResult:
     from rollhook.runtime.driver import Driver
 
@@ -201,4 +211,4 @@ async def _drive(
         display,
         stop.drain,
     )
-    return await driver.run()
+    return await driver.run(attempt)
