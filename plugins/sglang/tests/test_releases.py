@@ -1,4 +1,7 @@
-"""The options, fields and paths that are used here, compared with the wheels of SGLang's releases."""
+"""The options, fields and paths that are used here, compared with the wheels of SGLang's releases.
+
+With `UPDATE_SGLANG_OPTIONS=1` the lists in `options/` are written from the wheels.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +105,7 @@ def test_the_options_kept_here_are_those_of_the_wheel(
 ) -> None:
     found = options(sources(release))
     assert len(found) > 300
-    if os.environ.get("ROLLHOOK_UPDATE_OPTIONS"):
+    if os.environ.get("UPDATE_SGLANG_OPTIONS"):
         text = "".join(f"{option}{takes}\n" for option, takes in sorted(found.items()))
         (HERE / "options" / f"{release}.txt").write_text(text)
     assert found == listed(release)

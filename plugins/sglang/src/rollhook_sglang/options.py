@@ -56,6 +56,10 @@ def _declared(node: ast.AnnAssign) -> dict[str, str]:
     kind = ast.unparse(annotation.slice.elts[0]).removeprefix("Optional[").removesuffix("]")
     arg = _arg(node)
     given = {k.arg: k.value for k in arg.keywords} if arg is not None else {}
+    if isinstance(more := given.get("action_kwargs"), ast.Dict):
+        given |= {
+            str(getattr(key, "value", "")): value for key, value in zip(more.keys, more.values, strict=True)
+        }
     if "no_cli" in given and ast.literal_eval(given["no_cli"]):
         return {}
     name = (
