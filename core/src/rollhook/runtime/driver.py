@@ -73,10 +73,10 @@ class Driver:
         self._in_use: list[Path] = []
         self._verdicts = VerdictWatch()
 
-    async def run(self, attempt: Attempt | None = None) -> RunResult:
+    async def run(self, claimed: Attempt | None = None) -> RunResult:
         """Drive an attempt, by default the next one, to its end; raises what stopped it, after cleaning up."""
         began = time.monotonic()
-        attempt = attempt or await asyncio.to_thread(self.run_dir.claim)
+        attempt = claimed or await asyncio.to_thread(self.run_dir.claim)
         status: Status = "failed"
         failure: BaseException | None = None
         try:
