@@ -156,6 +156,15 @@ class Nameless(FakeEngine):
         return await super()._answer(body, running, stream)
 
 
+class Rambling(FakeEngine):
+    """Says something else where it streams."""
+
+    async def _answer(self, body, running, stream):
+        if stream is not None:
+            body["input_ids"] = [1]
+        return await super()._answer(body, running, stream)
+
+
 class Mixing(FakeEngine):
     """Mixes up what runs at once."""
 
@@ -210,6 +219,7 @@ PAUSES = {
         ),
         (Vague, {"test_an_update_in_the_middle_of_a_reply_is_told_by_the_versions_of_its_tokens"}),
         (Nameless, {"test_a_cache_of_another_name_gives_the_same_reply"}),
+        (Rambling, {"test_a_stream_gives_what_one_answer_gives"}),
         (Mixing, {"test_requests_at_once_get_what_they_get_alone"}),
         (Immortal, {"test_it_starts_healthy_and_is_gone_after_stop"}),
         (Careless, {"test_a_start_without_weights_fails_in_words"}),

@@ -149,6 +149,18 @@ class EngineContract(Contract):
         first, second = [await _generate(worker, prompts[1], GREEDY) for _ in range(2)]
         assert first.token_ids == second.token_ids
 
+    async def test_a_stream_gives_what_one_answer_gives(
+        self, worker: Worker, prompts: Sequence[Sequence[int]]
+    ) -> None:
+        whole = await _generate(worker, prompts[1], GREEDY)
+        streamed: list[int] = []
+        async with _client() as client:
+            request = GenerationRequest(f"contract-{uuid4().hex}", prompts[1], GREEDY)
+            generation = await client.generate(worker, request, streamed.extend)
+        assert streamed == list(generation.token_ids) == list(whole.token_ids)
+        assert len(generation.logprobs) == len(streamed)
+        assert (generation.finish_reason, generation.versions) == (whole.finish_reason, whole.versions)
+
     async def test_requests_at_once_get_what_they_get_alone(
         self, worker: Worker, prompts: Sequence[Sequence[int]]
     ) -> None:
