@@ -233,7 +233,8 @@ class Batch:
         for layer in self._cache.layers:
             for name in ("keys", "values"):
                 tensor = getattr(layer, name)
-                fresh = tensor.new_zeros(rows, tensor.shape[1], width + SPARE, tensor.shape[3])
+                fresh = tensor.new_empty(rows, tensor.shape[1], width + SPARE, tensor.shape[3])
+                fresh[: window.used, :, : width - taken] = 0  # seen, though masked: it must be a number
                 fresh[: window.used, :, width - taken : width] = tensor[: window.used, :, old]
                 setattr(layer, name, fresh)
         window.rows, window.columns = rows, width + SPARE

@@ -31,14 +31,22 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
     if any(d.temperature and (d.top_p < 1 or d.top_k > 0) for d in draws):
         scaled = _filter(scaled, draws)
     logprobs = scaled.log_softmax(-1)
-    cumulative = logprobs.double().exp().cumsum(-1)
-    uniforms = cumulative.new_tensor([d.uniform for d in draws])
-    ids = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1])[:, None], right=True)
-    ids = ids.squeeze(1).clamp_(max=logits.shape[1] - 1)
-    if any(d.temperature == 0 for d in draws):
-        greedy = torch.tensor([d.temperature == 0 for d in draws], device=ids.device)
-        ids = torch.where(greedy, logits.argmax(-1), ids)
+    greedy = [d.temperature == 0 for d in draws]
+    if all(greedy):
+        ids = logits.argmax(-1)
+    else:
+        ids = _invert(logprobs, [d.uniform for d in draws])
+        if any(greedy):
+            ids = torch.where(torch.tensor(greedy, device=ids.device), logits.argmax(-1), ids)
     return ids, logprobs.gather(1, ids[:, None]).squeeze(1)
+
+
+def _invert(logprobs: Tensor, uniforms: Sequence[float]) -> Tensor:
+    """Return where the cumulative distribution of each row passes its number."""
+    cumulative = logprobs.double().exp().cumsum(-1)
+    points = cumulative.new_tensor(uniforms) * cumulative[:, -1]
+    ids = torch.searchsorted(cumulative, points[:, None], right=True)
+    return ids.squeeze(1).clamp_(max=logprobs.shape[1] - 1)
 
 
 def _filter(scaled: Tensor, draws: Sequence[Draw]) -> Tensor:
