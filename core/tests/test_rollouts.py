@@ -143,6 +143,10 @@ async def test_a_run_says_how_its_sandboxes_are_made(started):
     assert started.rollouts.descriptions["sandbox"] == "mode fake, limits none"
 
 
+async def test_a_run_says_what_generates(started):
+    assert started.rollouts.descriptions["engine"] == "servers 2, model none"
+
+
 async def test_samples_hold_what_the_engines_emitted_with_its_version(started):
     weights = started.model.parent / "weights"
     write_tokenizer(weights)

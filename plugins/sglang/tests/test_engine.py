@@ -115,6 +115,7 @@ async def test_the_ranks_of_a_server_are_those_that_were_asked_for(
         info = await client.server_info(worker)
         assert (info.version, info.dp_size, info.dp_attention) == (release, 4, True)
         assert engine.servers[0].info == info
+        assert engine.describe() == {"SGLang": release, "servers": "1", "ranks each": "4"}
 
 
 async def test_a_server_that_dies_while_starting_says_why(

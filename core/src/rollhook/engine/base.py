@@ -113,6 +113,10 @@ class Engine(ABC):
     async def stop(self) -> None:
         """Stop all servers; safe after a failed start and safe to call twice."""
 
+    def describe(self) -> Mapping[str, str]:
+        """Return what a reader of the results must know of the servers, once they are started."""
+        return {}
+
     def published(self, model_dir: Path, weight_version: int) -> None:
         """Learn which weights are the newest; called before they are sent to the servers."""
 

@@ -133,6 +133,8 @@ class Rollouts:
                 starting.create_task(self._rollout.load(model_dir))
         except ExceptionGroup as errors:
             raise first_of(errors) from None
+        if described := self._engine.describe():
+            self.descriptions["engine"] = ", ".join(f"{key} {text}" for key, text in described.items())
         async with aclosing(EngineClient()) as client:
             self._workers = await expand(client, engines.result(), recipe.router.dp_aware)
         self._weights = (model_dir, version)

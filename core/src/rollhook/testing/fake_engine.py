@@ -473,6 +473,10 @@ class FakeEngines(Engine):
             self.engines.append(engine)
         return [worker for engine in self.engines for worker in engine.workers]
 
+    def describe(self) -> Mapping[str, str]:
+        """Say that there is no model."""
+        return {"servers": str(len(self.engines)), "model": "none"}
+
     async def stop(self) -> None:
         """Stop them."""
         engines, self.engines = self.engines, []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,13 +58,15 @@ class SGLangEngine(Engine):
         except ExceptionGroup as errors:
             await self.stop()
             raise errors.exceptions[0] from None
-        for server in self.servers:
-            info = server.info
-            self.context.logger.info(
-                "%s is SGLang %s with %d ranks", server.worker.url, info.version, info.dp_size
-            )
-            self._watchers.append(asyncio.ensure_future(self._watch(server)))
+        self._watchers = [asyncio.ensure_future(self._watch(server)) for server in self.servers]
         return [server.worker for server in self.servers]
+
+    def describe(self) -> Mapping[str, str]:
+        """Say which release serves, and how it is cut up."""
+        infos = [server.info for server in self.servers]
+        releases_here = "/".join(sorted({info.version for info in infos}))
+        ranks = {"ranks each": str(infos[0].dp_size)} if infos else {}
+        return {"SGLang": releases_here, "servers": str(len(infos)), **ranks}
 
     async def stop(self) -> None:
         """Stop all servers."""
