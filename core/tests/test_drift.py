@@ -64,6 +64,14 @@ def test_assistant_text_that_is_written_otherwise_counts_as_such(renderer):
     assert drift(renderer, leaf_of(renderer, reply, reply, messages=messages)) == ("assistant_text",)
 
 
+def test_a_template_without_control_tokens_is_compared(tmp_path):
+    template = "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}"
+    template += "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    renderer = Renderer(write_tokenizer(tmp_path, template=template))
+    reply = renderer.encode("ab")
+    assert drift(renderer, leaf_of(renderer, reply, reply)) == ()
+
+
 def test_other_text_of_others_counts_as_such(renderer):
     reply = [*renderer.encode("ab"), END]
     leaf = leaf_of(renderer, reply, reply)
@@ -91,6 +99,16 @@ def test_what_the_template_refuses_is_not_known(tmp_path):
     renderer = Renderer(write_tokenizer(tmp_path, template=template))
     leaf = leaf_of(renderer, [5, END], [5, END], [5, END])
     assert drift(renderer, leaf) is None
+
+
+def test_a_template_without_control_tokens_has_text_alone(tmp_path):
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    renderer = Renderer(write_tokenizer(tmp_path, template=template))
+    leaf = leaf_of(renderer, renderer.encode("ab\n"), renderer.encode("ab"))
+    (first, *rest) = leaf.messages
+    assert drift(renderer, dataclasses.replace(leaf, messages=({**first, "content": "stop"}, *rest))) == (
+        "assistant_text",
+    )
 
 
 def test_a_leaf_without_a_reply_does_not_drift(renderer):

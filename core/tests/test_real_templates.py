@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from conversing import QUIET, plans, session_of
+from conversing import QUIET, TOOLS, plans, session_of
 from families import FAMILIES
 from hypothesis import given, settings
 
@@ -80,6 +80,49 @@ def test_a_conversation_over_a_template_keeps_its_tokens_or_the_template_is_refu
             Renderer(directory)
     else:
         converse(directory, template, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "exact"),
+    [
+        ("qwen2_5", True),
+        ("qwen3_instruct_2507", True),
+        ("llama3_1", True),
+        ("llama3_2", True),
+        ("qwen3", False),
+        ("qwen3_5_think", False),
+        ("qwen3_8", False),
+        ("glm4moe", False),
+        ("nemotron_3_ultra", False),
+        ("mistral_v3_tekken", False),
+    ],
+)
+def test_turns_of_a_conversation_are_put_together_as_the_template_does_it(name, exact, tmp_path):
+    """Control tokens are the same; so is all text where a template neither drops nor trims what was said."""
+    path = next(path for path in FILES if path.stem == name)
+    renderer = Renderer(write_model(path.read_text(), tmp_path))
+    family = next(family for family in FAMILIES.values() if family.form == sniffed(path.read_text()).name)
+    marks = renderer._thinking
+    thought = f"{'' if marks.opened else marks.start}\nhm\n{marks.end}\n\n" if marks else ""
+    messages = [{"role": "user", "content": "List the files."}]
+    ids = renderer.first(messages, TOOLS)
+    for number, stop in enumerate(("<|observation|>", "<|observation|>", "<|user|>")):
+        said = family.call("run", {"text": "ls -l"}) if number < 2 else "It is done."
+        ends = renderer._index_of(stop) if name == "glm4moe" else renderer._closing
+        reply = [*renderer.encode(thought + said), ends]
+        message = renderer.parse(reply, TOOLS)
+        appended = {"role": "user", "content": "Go on."}
+        if number < 2:
+            message["tool_calls"][0]["id"] = f"c0000000{number}"
+            appended = {"role": "tool", "content": "a.txt", "tool_call_id": f"c0000000{number}"}
+        ids += reply + renderer.increment([appended], last_token=ends, tools=TOOLS)
+        messages += [message, appended]
+        whole = renderer.first(messages, TOOLS)
+        # mistral shows tools before the last question only, here they stay where they were shown
+        tools = {renderer._index_of("[AVAILABLE_TOOLS]"), renderer._index_of("[/AVAILABLE_TOOLS]")}
+        control = renderer.control_ids - tools
+        assert [i for i in ids if i in control] == [i for i in whole if i in control]
+        assert not exact or renderer.decode(ids) == renderer.decode(whole)
 
 
 def test_a_conversation_over_a_vocabulary_of_128_000_keeps_its_tokens(tmp_path):

@@ -133,3 +133,13 @@ def test_variables_reach_the_template(tmp_path):
     write_tokenizer(tmp_path, template=CHATML + "{{ mood }}")
     renderer = Renderer(tmp_path, template_variables={"mood": "calm"})
     assert renderer.decode(renderer.first([{"role": "user", "content": "u"}])).endswith("calm")
+
+
+def test_a_template_that_wants_arguments_as_text_gets_them(tmp_path):
+    call = "{% for call in message.tool_calls or [] %}{{ '|' + call.function.arguments }}{% endfor %}"
+    write_tokenizer(tmp_path, template=CHATML.replace("{% endfor %}", call + "{% endfor %}"))
+    renderer = Renderer(tmp_path)
+    function = {"name": "f", "arguments": '{"a":  1}'}
+    said = {"role": "assistant", "content": "x", "tool_calls": [{"id": "c", "function": function}]}
+    ids = renderer.first([{"role": "user", "content": "u"}, said])
+    assert '|{"a":  1}' in renderer.decode(ids)

@@ -51,9 +51,8 @@ def _parts(ids: Sequence[int], control: frozenset[int], replies: Sequence[tuple[
     generated = bytearray(len(ids))
     for start, end in replies:
         generated[start:end] = b"\1" * (min(end, len(ids)) - min(start, len(ids)))
-    cuts = [place for place, index in enumerate(ids) if index in control]
-    bounds = [*zip(cuts, [*cuts[1:], len(ids)], strict=True)]
-    parts: list[_Part] = [(-1, list(ids[: cuts[0] if cuts else len(ids)]), False)]
-    for start, end in bounds:
-        parts.append((ids[start], list(ids[start + 1 : end]), any(generated[start + 1 : end])))
-    return parts
+    cuts = [-1, *(place for place, index in enumerate(ids) if index in control)]
+    return [
+        (ids[start] if start >= 0 else -1, list(ids[start + 1 : end]), any(generated[start + 1 : end]))
+        for start, end in zip(cuts, [*cuts[1:], len(ids)], strict=True)
+    ]

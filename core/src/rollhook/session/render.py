@@ -89,6 +89,8 @@ class Renderer:
         check_known(template)
         self._template = compile_template(template)
         self._calls = call_form(tool_parser, template)
+        self._arguments_as_text = False
+        self._arguments_as_text = not self._takes_calls()
         self._results_want_calls = False
         self._results_want_calls = not self._shows("tool")
         self._lost = frozenset(role for role in _NEXT if not self._shows(role))
@@ -197,6 +199,14 @@ class Renderer:
         except RenderError:
             return False
 
+    def _takes_calls(self) -> bool:
+        """Return whether the template takes a call's arguments as an object; some want JSON text."""
+        try:
+            self._render([*_exchange([_NEXT["tool"]]), _NEXT["tool"]], None, generate=True)
+        except RenderError:
+            return False
+        return True
+
     def _check_tools(self, tools: Sequence[ToolSchema] | None) -> None:
         if tools and self._calls is None:
             raise RenderError(
@@ -248,7 +258,10 @@ class Renderer:
     ) -> str:
         try:
             return self._template.render(
-                messages=[self._mark(for_template(message)) for message in messages],
+                messages=[
+                    self._mark(for_template(message, arguments_as_text=self._arguments_as_text))
+                    for message in messages
+                ],
                 tools=None if tools is None else self._mark(list(tools)),
                 add_generation_prompt=generate,
                 **self._variables,

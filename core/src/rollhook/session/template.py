@@ -99,10 +99,10 @@ def _raise_exception(message: str) -> str:
     raise jinja2.TemplateError(message)
 
 
-def for_template(message: Message) -> dict[str, Any]:
-    """Return a message as templates expect it: no null fields, arguments of tool calls as objects."""
+def for_template(message: Message, *, arguments_as_text: bool = False) -> dict[str, Any]:
+    """Return a message as templates expect it: no null fields, arguments of calls as objects (or text)."""
     plain: dict[str, Any] = {key: value for key, value in message.items() if value is not None}
-    if plain.get("tool_calls"):
+    if plain.get("tool_calls") and not arguments_as_text:
         plain["tool_calls"] = [_call_for_template(call) for call in plain["tool_calls"]]
     return plain
 
