@@ -20,12 +20,16 @@ class Worker:
 
 @dataclass(frozen=True)
 class WorkerLoad:
-    """What the gateway knows of a worker; `queued` only where the engine reports it."""
+    """What the gateway knows of a worker; `queued` only where the engine reports it.
+
+    `requests` counts those under way from this process, the other two those of all processes.
+    """
 
     worker: Worker
     open_sessions: int = 0
     tokens_in_flight: int = 0
     queued: int | None = None
+    requests: int = 0
 
 
 @dataclass(frozen=True)
@@ -33,12 +37,14 @@ class RouteRequest:
     """What a policy may see: no bodies.
 
     `prefix_ids` are the tokens of the prompt, for a chain that `needs_prefix`; else they may be missing.
+    `worker` is the one that the session had before, if any.
     """
 
     session_id: str
     task_id: str = ""
     prefix_ids: Sequence[int] = ()
     expected_tokens: int = 0
+    worker: Worker | None = None
 
 
 class RouterPolicy(ABC):  # noqa: B024 - every method has a default, none suits all

@@ -81,6 +81,12 @@ class TestPrefixCache(RouterPolicyContract):
         return lambda seed: prefix_cache(seed, chunk=2, max_chunks=500)
 
 
+class TestMovingPrefixCache(RouterPolicyContract):
+    @pytest.fixture
+    def make_policy(self):
+        return lambda seed: prefix_cache(seed, chunk=2, max_chunks=500, turn_load_factor=1.0)
+
+
 class TestMinLoad(RouterPolicyContract):
     @pytest.fixture
     def make_policy(self):
@@ -404,6 +410,50 @@ def test_the_longest_known_prefix_wins():
     policy.assigned(RouteRequest("s", "", SYSTEM), A)
     policy.assigned(RouteRequest("t", "", SYSTEM + TASKS[0]), B)
     assert ask(policy, "u", ids=SYSTEM + TASKS[0] + [5]) == B
+
+
+def turn(policy, counts, home, ids=SYSTEM):
+    """Ask for a later turn of a session, with these requests under way at each worker."""
+    loads = [WorkerLoad(worker, 1, requests=count) for worker, count in zip(WORKERS, counts, strict=True)]
+    request = RouteRequest("s", "", ids, worker=home)
+    worker = policy.pick(request, loads)
+    policy.assigned(request, worker)
+    return worker
+
+
+def test_a_session_leaves_a_worker_for_a_turn_only_beyond_the_bound_of_requests():
+    policy = prefix_cache(chunk=4, turn_load_factor=1.5)
+    assert policy.each_turn
+    assert not prefix_cache().each_turn
+    assert turn(policy, (2, 2, 1), A) == A
+    assert turn(policy, (4, 2, 1), A) == C, (
+        "the mean is 8 / 3, so 4 is the bound and C has no more than the mean"
+    )
+    assert turn(policy, (3, 2, 2), A) == A
+
+
+def test_a_session_that_must_leave_goes_where_most_of_its_prompt_is_known():
+    policy = prefix_cache(chunk=4, turn_load_factor=1.0)
+    policy.assigned(RouteRequest("s", "", SYSTEM), A)
+    policy.assigned(RouteRequest("t", "", SYSTEM[:4]), B)
+    assert turn(policy, (5, 1, 0), A) == B
+    assert turn(policy, (0, 5, 0), B) == A, "where it was before"
+
+
+def test_a_worker_that_left_is_no_home():
+    policy = prefix_cache(chunk=4, turn_load_factor=1.0)
+    assert turn(policy, (0, 1, 1), Worker("http://gone")) in WORKERS
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.integers(0, 9), min_size=3, max_size=3), st.sampled_from(WORKERS), st.sampled_from([1.0, 1.5])
+)
+def test_a_move_never_goes_to_a_worker_above_the_mean(counts, home, factor):
+    worker = turn(prefix_cache(chunk=4, turn_load_factor=factor), counts, home)
+    after = counts[WORKERS.index(worker)] + 1
+    bound = factor if worker == home else 1
+    assert after <= -(-bound * (sum(counts) + 1) // 3)
 
 
 def test_what_a_worker_held_is_forgotten_when_it_leaves():

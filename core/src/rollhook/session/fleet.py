@@ -218,7 +218,9 @@ class Fleet:
         candidates = [entry for entry in offered if entry.worker not in failed] or offered
         if route.entry in candidates and not self._router.each_turn:
             return route.entry
-        request = replace(route.request, prefix_ids=prompt) if self._router.needs_prefix else route.request
+        request = replace(route.request, worker=route.worker)
+        if self._router.needs_prefix:
+            request = replace(request, prefix_ids=prompt)
         worker = self._router.pick(request, [self.table.load(entry) for entry in candidates])
         if worker is None:
             return None

@@ -140,7 +140,11 @@ class WorkerTable:
         """Return what a router policy sees of a worker: its load from here and from other processes."""
         sessions, tokens = self._remote.get(entry.worker, (0, 0))
         return WorkerLoad(
-            entry.worker, entry.open_sessions + sessions, entry.tokens_in_flight + tokens, entry.queued
+            entry.worker,
+            entry.open_sessions + sessions,
+            entry.tokens_in_flight + tokens,
+            entry.queued,
+            entry.requests,
         )
 
     def local_loads(self) -> dict[Worker, tuple[int, int]]:

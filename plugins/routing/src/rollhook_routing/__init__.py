@@ -82,6 +82,14 @@ class PrefixCacheConfig(Config):
         float,
         Field(ge=1, description="a worker is preferred up to this times the mean of open sessions"),
     ] = 1.25
+    turn_load_factor: Annotated[
+        float | None,
+        Field(
+            ge=1,
+            description="a session leaves its worker on a turn if that would have more than this times the "
+            "mean of requests under way: evener, for prefixes computed again; null: it stays",
+        ),
+    ] = None
 
 
 @hookimpl

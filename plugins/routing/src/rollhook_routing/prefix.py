@@ -10,7 +10,7 @@ from typing import ClassVar
 from rollhook.component import BuildContext
 from rollhook.router import RouteRequest, RouterPolicy, Worker, WorkerLoad
 from rollhook_routing import PrefixCacheConfig
-from rollhook_routing.loads import amount, draw, least_loaded, with_room
+from rollhook_routing.loads import amount, draw, least_loaded, requests, with_room
 
 
 class PrefixCache(RouterPolicy):
@@ -18,7 +18,8 @@ class PrefixCache(RouterPolicy):
 
     What the engines hold is estimated from what was sent to them. The prompts of a group's siblings start
     alike, so siblings gather on few workers, but no worker gets more than `load_factor` times the mean of
-    open sessions for it.
+    open sessions for it. With `turn_load_factor` a session leaves its worker on a turn if that would have
+    more than so many times the mean of requests under way, for one that has no more than the mean.
     """
 
     needs_prefix: ClassVar[bool] = True
@@ -31,8 +32,16 @@ class PrefixCache(RouterPolicy):
     def __len__(self) -> int:
         return len(self._prefixes)
 
+    @property
+    def each_turn(self) -> bool:
+        """Whether sessions may move."""
+        return self.config.turn_load_factor is not None
+
     def pick(self, request: RouteRequest, workers: Sequence[WorkerLoad]) -> Worker | None:
         """Return a worker whose known prefix of the prompt is long enough, else the least loaded."""
+        factor, home = self.config.turn_load_factor, request.worker
+        if factor is not None and home is not None and any(load.worker == home for load in workers):
+            return self._turn(request, home, factor, workers)
         known = self._prefixes.match(request.prefix_ids)
         enough = max(1.0, self.config.min_match * len(request.prefix_ids))
         near = [load for load in workers if known.get(load.worker, 0) >= enough]
@@ -44,8 +53,20 @@ class PrefixCache(RouterPolicy):
         return min(near, key=lambda load: self._order(load, known[load.worker], request)).worker
 
     def assigned(self, request: RouteRequest, worker: Worker) -> None:
-        """Note that the worker computes this prompt."""
-        self._prefixes.add(request.prefix_ids, worker)
+        """Note that the worker computes this prompt; one that has served the session is known to."""
+        if worker != request.worker:
+            self._prefixes.add(request.prefix_ids, worker)
+
+    def _turn(
+        self, request: RouteRequest, home: Worker, factor: float, workers: Sequence[WorkerLoad]
+    ) -> Worker:
+        """Return the session's worker if it has room, else the one with the longest prefix up to the mean."""
+        if any(load.worker == home for load in with_room(workers, factor, requests)):
+            return home
+        self._prefixes.add(request.prefix_ids, home)  # but for what the agent has just added
+        known = self._prefixes.match(request.prefix_ids)
+        free = with_room(workers, 1, requests)
+        return min(free, key=lambda load: (-known.get(load.worker, 0), load.requests, amount(load))).worker
 
     def workers_changed(self, workers: Sequence[Worker]) -> None:
         """Forget what workers held that exist no more."""
