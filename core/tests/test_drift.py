@@ -101,13 +101,13 @@ def test_what_the_template_refuses_is_not_known(tmp_path):
     assert drift(renderer, leaf) is None
 
 
-def test_a_template_without_control_tokens_has_text_alone(tmp_path):
+def test_where_no_control_token_tells_them_apart_text_is_taken_for_that_of_others(tmp_path):
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     renderer = Renderer(write_tokenizer(tmp_path, template=template))
     leaf = leaf_of(renderer, renderer.encode("ab\n"), renderer.encode("ab"))
     (first, *rest) = leaf.messages
     assert drift(renderer, dataclasses.replace(leaf, messages=({**first, "content": "stop"}, *rest))) == (
-        "assistant_text",
+        "non_assistant_text",
     )
 
 

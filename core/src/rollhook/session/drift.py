@@ -13,7 +13,7 @@ from rollhook.records import DRIFT_CATEGORIES
 from rollhook.session.render import Renderer, RenderError
 from rollhook.session.tree import Leaf
 
-# control tokens parts are split at; (the token, the ids behind it, whether the engine generated any of them)
+# what control tokens part: the token, the ids behind it, and whether these end with what the engine generated
 _Part = tuple[int, list[int], bool]
 
 
@@ -53,6 +53,10 @@ def _parts(ids: Sequence[int], control: frozenset[int], replies: Sequence[tuple[
         generated[start:end] = b"\1" * (min(end, len(ids)) - min(start, len(ids)))
     cuts = [-1, *(place for place, index in enumerate(ids) if index in control)]
     return [
-        (ids[start] if start >= 0 else -1, list(ids[start + 1 : end]), any(generated[start + 1 : end]))
+        (
+            ids[start] if start >= 0 else -1,
+            list(ids[start + 1 : end]),
+            end > start + 1 and bool(generated[end - 1]),
+        )
         for start, end in zip(cuts, [*cuts[1:], len(ids)], strict=True)
     ]
