@@ -216,6 +216,16 @@ async def test_concurrent_calls_on_one_prefix_become_siblings(directory, rendere
         assert len(session.leaves()) == 2
 
 
+async def test_a_turn_cut_for_length_after_a_call_is_cut_for_length(directory, renderer):
+    text = '<tool_call>{"name": "look"}</tool_call>'
+    engine = FakeEngine(says(renderer, text, stop=False))
+    async with serving(engine, directory=directory) as policy:
+        session = open_session(policy, reply_tokens=len(renderer.encode(text)))
+        tools = [{"type": "function", "function": {"name": "look"}}]
+        reply = await session.chat([USER], tools=tools)
+    assert (reply.finish_reason, len(reply.message["tool_calls"])) == ("length", 1)
+
+
 async def test_a_turn_cut_for_length_cannot_be_extended(directory, renderer):
     engine = FakeEngine(lambda ids, params: [5] * 1000)
     async with serving(engine, directory=directory) as policy:

@@ -90,7 +90,9 @@ class Renderer:
         self._template = compile_template(template)
         self._calls = call_form(tool_parser, template)
         self._arguments_as_text = False
-        self._arguments_as_text = not self._takes_calls()
+        if not self._takes_calls():
+            self._arguments_as_text = True
+            self._arguments_as_text = self._takes_calls()
         self._results_want_calls = False
         self._results_want_calls = not self._shows("tool")
         self._lost = frozenset(role for role in _NEXT if not self._shows(role))
@@ -200,9 +202,9 @@ class Renderer:
             return False
 
     def _takes_calls(self) -> bool:
-        """Return whether the template takes a call's arguments as an object; some want JSON text."""
+        """Return whether the template takes a call with its arguments as they are given to it now."""
         try:
-            self._render([*_exchange([_NEXT["tool"]]), _NEXT["tool"]], None, generate=True)
+            self._render(_exchange([_NEXT["tool"]]), None, generate=False)
         except RenderError:
             return False
         return True

@@ -247,9 +247,10 @@ class Session:
         )
         self._tree.commit(node)
         self._count(node, turn)
+        called = reply.get("tool_calls") and generation.finish_reason != "length"
         return Reply(
             message=reply,
-            finish_reason="tool_calls" if reply.get("tool_calls") else generation.finish_reason,
+            finish_reason="tool_calls" if called else generation.finish_reason,
             prompt_tokens=prompt_tokens,
             completion_tokens=len(node.completion),
             tokens_left=self.max_seq_len - node.end,
