@@ -227,3 +227,15 @@ async def test_a_client_that_does_not_read_its_stream_is_left(directory, caplog)
             raise ConnectionResetError
     await gateway.stop()
     assert got < 40 << 20
+
+
+async def test_ten_thousand_sessions_are_open_at_once(face, engine):
+    opened = [face.policy.open(f"s{n}", max_seq_len=1000, reply_tokens=10, turns=3) for n in range(10_000)]
+    session = await face.open()
+    for path in PATHS:
+        assert (await face.chat(session, path))[0] == 200
+        assert (await face.chat("/sessions/s9999", path))[0] == 200
+    assert len(face.policy.sessions) == 10_001
+    for each in opened:
+        await each.close()
+    assert [entry.open_sessions for entry in face.policy.table] == [1]
