@@ -140,7 +140,7 @@ class Model(_Section):
     ] = Field(default_factory=dict)
     tool_parser: Annotated[
         str,
-        Field(description="form of tool calls, by name (docs/renderers.md); auto: as the chat template shows"),
+        Field(description="form of tool calls (docs/renderers.md); auto: as the chat template shows"),
     ] = "auto"
     reasoning_parser: Annotated[
         str,
