@@ -89,6 +89,16 @@ async def test_a_group_that_the_machinery_failed_is_made_anew_once():
     assert made.books.rejected == {"infra_error": 10}
 
 
+async def test_what_is_made_anew_comes_before_what_waits(held):
+    runner, make = held
+    make(9, batch_groups=2, refill_limit=0, max_concurrent=2, submission="group")
+    await runner.until(2)
+    for name in sorted(runner.waiting):
+        runner.waiting[name].set_result((1, None))
+    await settle()
+    assert sorted(runner.waiting) == ["a1-s00000-g000-e00-t1", "a1-s00000-g000-e01-t1"]
+
+
 async def test_good_siblings_are_kept_when_a_group_is_made_anew(held):
     runner, make = held
     make(9, batch_groups=1, refill_limit=0)
@@ -492,6 +502,7 @@ class Scripted:
 
     def begin(self):
         self.begun_with = set(self.results)
+        self.trained_before = len(self.trained)
         self.draining = False
         self.made = producer(
             self.runner, steps=6, live=self.runner.live, attempt=self.attempt,
@@ -499,7 +510,9 @@ class Scripted:
         )  # fmt: skip
         self.made._finished = self.finish
         self.made._draw = self.draw
-        self.made.start(self.step, self.versions, next_step=len(self.drawn), owned=self.owned())
+        owned = self.owned()
+        self.taken_over = sum(len(group.records) for _, group in owned)
+        self.made.start(self.step, self.versions, next_step=len(self.drawn), owned=owned)
 
     async def draw(self, step):
         self.drawn[step] = [
@@ -546,7 +559,9 @@ class Scripted:
         books = self.made.books
         books.check()
         assert books.in_flight == len(self.runner.waiting)
-        assert books.submitted - books.in_flight - len(self.results.keys() - self.begun_with) >= 0
+        assert books.trained == len(self.trained) - self.trained_before
+        ended = len(self.results.keys() - self.begun_with)
+        assert books.submitted == self.taken_over + ended + books.in_flight
 
     async def end(self, number, reward):
         if self.runner.waiting:
@@ -561,7 +576,6 @@ class Scripted:
             taking.cancel()
             return
         batch = taking.result()
-        self.look()
         for group in batch.groups:
             self.taken[group.group_id] += 1
             assert self.taken[group.group_id] == 1, "a group was taken twice"
@@ -569,6 +583,7 @@ class Scripted:
         assert limit is None or all(0 <= age <= limit for age in batch.staleness)
         self.trained += [sample.episode_id for group in batch.accepted for sample in group.samples]
         assert len(set(self.trained)) == len(self.trained), "an episode trains twice"
+        self.look()
         counted = len(batch.accepted) if self.keys["fill"] else len(batch.groups)
         assert counted == self.keys["batch_groups"] or len(batch.rejected) >= FILL_LIMIT
         self.step += 1
