@@ -171,6 +171,32 @@ async def test_a_clock_that_runs_out_in_a_stream_ends_it_and_commits_nothing(dir
     assert heard.text == "ab"
 
 
+async def test_the_clock_runs_on_through_the_tries_of_a_stream(directory, renderer):
+    now = [0.0]
+    ids = [*renderer.encode("abcd"), 2]
+    rest = going_on(renderer, ids)
+
+    def reply(prompt, params):
+        engine.hold(after=2)
+        return rest(prompt, params)
+
+    engine = FakeEngine(reply)
+    engine.cut(2)
+    async with serving(engine, directory=directory, limits=FAST, now=lambda: now[0]) as policy:
+        clock, heard = AgentClock(60.0), Heard()
+        session = open_session(policy, clock=clock)
+        call = asyncio.ensure_future(session.chat([USER], on_delta=heard.append))
+        await asyncio.wait_for(heard.reached("ab"), 5)
+        now[0] += 3
+        await engine.release()
+        await asyncio.wait_for(heard.reached("abcd"), 5)
+        assert clock.remaining == 57
+        now[0] += 4
+        await engine.release()
+        await call
+    assert clock.used["tokens"] == session.stats.token_seconds == 7
+
+
 async def test_tokens_whose_probabilities_are_lost_are_not_generated_anew(directory, renderer):
     """The engine streams two tokens and answers neither the abort nor anything else."""
     engine = FakeEngine(says(renderer, "abcd"))

@@ -204,11 +204,11 @@ class PolicyClient:
                 faults += self._gate.pauses == pauses  # a weight update may abort as often as it likes
             if on_tokens is not None or part.finish_reason != "abort":
                 parts.add(part, before, self._version_after(entry), spent)
+                if clock is not None:
+                    clock.charge("tokens", spent)
         generation = parts.whole()
         if generation is None:
             raise EngineError(f"no answer after {tries} tries: {error}", kind="infrastructure") from error
-        if clock is not None:
-            clock.charge("tokens", parts.seconds)
         waited = max(0.0, self._now() - started - parts.seconds)
         return Turn(generation, tuple(parts.spans), parts.seconds, engine, waited, tries)
 

@@ -24,8 +24,8 @@ class EventStream:
     async def send(self, answer: Any) -> None:
         """Send the answer so far."""
         if self._cut is not None and self._sent >= self._cut:
-            assert self._request.transport is not None
-            self._request.transport.abort()
+            if self._request.transport is not None:
+                self._request.transport.abort()
             raise ConnectionResetError("the stream is cut")
         if self._response is None:
             self._response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
