@@ -81,7 +81,7 @@ class PrefixCacheConfig(Config):
     load_factor: Annotated[
         float,
         Field(ge=1, description="a worker is preferred up to this times the mean of open sessions"),
-    ] = 1.25
+    ] = 1.1
     turn_load_factor: Annotated[
         float | None,
         Field(
