@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -53,14 +54,19 @@ def serve() -> None:
         await request.read()
         return web.Response(body=COMPLETED, content_type="application/json")
 
+    async def well(request: web.Request) -> web.Response:
+        return web.Response(text="ok")
+
     async def say(app: web.Application) -> None:
         print(f"http://127.0.0.1:{sock.getsockname()[1]}", flush=True)
 
     import socket
 
+    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # some routers try HTTP/2 first
     sock = socket.create_server(("127.0.0.1", 0), backlog=4096)
     app = web.Application(client_max_size=1 << 26)
     app.add_routes([web.post("/generate", generate), web.post("/v1/chat/completions", complete)])
+    app.add_routes([web.get("/health", well)])
     app.on_startup.append(say)
     web.run_app(app, sock=sock, print=None, access_log=None)
 

@@ -99,7 +99,8 @@ def draw(shape: Shape) -> Iterator[Session]:
         hard = lognormal(shape.turns, shape.turns_sigma_task, shape.max_turns)
         for sibling in range(shape.siblings):
             wanted = max(1, round(lognormal(hard, shape.turns_sigma, shape.max_turns)))
-            length, turns = shape.system + task, []
+            length = shape.system + task
+            turns: list[Turn] = []
             while len(turns) < wanted:
                 reply = max(4, round(lognormal(shape.reply, shape.reply_sigma, 8192)))
                 seconds = round(lognormal(shape.tool_seconds, shape.tool_seconds_sigma, 600), 2)
