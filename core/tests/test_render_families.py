@@ -143,3 +143,15 @@ def test_a_template_that_wants_arguments_as_text_gets_them(tmp_path):
     said = {"role": "assistant", "content": "x", "tool_calls": [{"id": "c", "function": function}]}
     ids = renderer.first([{"role": "user", "content": "u"}, said])
     assert '|{"a":  1}' in renderer.decode(ids)
+
+
+def test_reasoning_is_opened_by_the_prompt_of_the_turn(tmp_path):
+    """After a result this template goes on without the mark that it puts after a question."""
+    write_tokenizer(tmp_path, template=CHATML + "{% if messages[-1].role == 'user' %}<think>\n{% endif %}")
+    renderer = Renderer(tmp_path)
+    reply = [*renderer.encode("yes"), renderer.stop_token_ids[0]]
+    asked = renderer.first([{"role": "user", "content": "u"}])
+    assert renderer.parse(reply, prompt=asked)["reasoning_content"] == "yes"
+    result = {"role": "tool", "content": "a", "tool_call_id": "c00000000"}
+    going_on = asked + reply + renderer.increment([result], last_token=reply[-1])
+    assert renderer.parse(reply, prompt=going_on) == {"role": "assistant", "content": "yes"}

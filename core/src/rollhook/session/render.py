@@ -45,6 +45,8 @@ _NEXT: dict[str, Message] = {
 }
 # Private-use characters around control tokens that occur in somebody's text; they never reach the tokenizer.
 _OPEN, _CLOSE = "\U000ff7f0", "\U000ff7f1"
+# Enough tokens at a prompt's end for a mark that opens reasoning, and white space.
+_TAIL = 24
 # A text longer than this is encoded by the batched call, the only one that lets other threads run meanwhile.
 _LONG_TEXT = 32_768
 
@@ -101,7 +103,7 @@ class Renderer:
         #: ids that end a reply: of the model's files, and what follows an assistant's text in the template
         self.stop_token_ids = self._stop_ids()
         self._stops = frozenset(self.stop_token_ids)
-        self._thinking = self._opened(thinking(reasoning_parser, template))
+        self._thinking = self._opened(thinking(reasoning_parser, template), self.first([_USER]))
         self._hidden = (self._hidden_ids(None), self._hidden_ids(self._calls))
         pieces = (self._index_of(f"<0x{byte:02X}>") for byte in range(256))
         self._bytes = frozenset(index for index in pieces if index is not None)
@@ -132,24 +134,34 @@ class Renderer:
         ended = last_token in self._stops and ids and ids[0] in (last_token, self._closing)
         return ids[1:] if ended else ids
 
-    def stream_parser(self, tools: Sequence[ToolSchema] | None = None) -> StreamParser:
-        """Return what parses one reply as its ids come; calls are looked for where there are tools."""
+    def stream_parser(
+        self, tools: Sequence[ToolSchema] | None = None, prompt: Sequence[int] | None = None
+    ) -> StreamParser:
+        """Return what parses one reply as its ids come; calls are looked for where there are tools.
+
+        Whether the prompt's ids end inside reasoning is looked up in them, by default in a first prompt's.
+        """
         form = self._calls if tools else None
         return StreamParser(
             Detokenizer(self._tokenizer, self._hidden[form is not None], self._bytes),
             self._stops,
-            thinking=self._thinking,
+            thinking=self._thinking if prompt is None else self._opened(self._thinking, prompt),
             calls=form,
             tools=tools or (),
         )
 
-    def parse(self, ids: Sequence[int], tools: Sequence[ToolSchema] | None = None) -> Message:
+    def parse(
+        self,
+        ids: Sequence[int],
+        tools: Sequence[ToolSchema] | None = None,
+        prompt: Sequence[int] | None = None,
+    ) -> Message:
         """Return what the assistant said: text without control tokens, reasoning and calls apart.
 
         Calls are looked for where there are tools; what is no well-formed call stays text. A call has the id
         that the model gave it, else "".
         """
-        parser = self.stream_parser(tools)
+        parser = self.stream_parser(tools, prompt)
         parser.feed(ids)
         return parser.finish()
 
@@ -237,12 +249,11 @@ class Renderer:
         ids = self.encode(_after_sentinel(self._render(_exchange(), None, generate=False)))
         return ids[0] if ids and ids[0] in self._special else None
 
-    def _opened(self, marks: Thinking | None) -> Thinking | None:
-        """Return the marks of reasoning, knowing whether the template opens it where the assistant speaks."""
+    def _opened(self, marks: Thinking | None, prompt: Sequence[int]) -> Thinking | None:
+        """Return the marks of reasoning, knowing whether the prompt ends with the one that opens it."""
         if marks is None:
             return None
-        prompt = self._render([_USER], None, generate=True)
-        return replace(marks, opened=prompt.rstrip().endswith(marks.start))
+        return replace(marks, opened=self.decode(prompt[-_TAIL:]).rstrip().endswith(marks.start))
 
     def _hidden_ids(self, form: CallForm | None) -> frozenset[int]:
         """Return the control tokens that a parser need not see."""

@@ -192,7 +192,7 @@ class Session:
         if room <= 0:
             return nothing(len(ids), self.max_seq_len)
         sampling = replace(self.sampling, max_new_tokens=room, seed=seed)
-        parser = self._renderer.stream_parser(request.tools)
+        parser = self._renderer.stream_parser(request.tools, ids)
 
         def on_tokens(new: Sequence[int]) -> None:
             delta = parser.feed(new)
