@@ -11,6 +11,7 @@ from rollhook.component import BuildContext, Config
 from rollhook.errors import EngineError
 from rollhook.recipe.schema import Recipe, RouterUse
 from rollhook.router import RouterPolicy, Worker
+from rollhook.runtime.batch import batch_metrics
 from rollhook.runtime.lineage import Lineage
 from rollhook.runtime.parts import Parts
 from rollhook.runtime.rollout_worker import distinct, limits_of
@@ -126,6 +127,18 @@ async def test_environments_share_a_batch_by_weight_and_are_evaluated_apart(star
     ids = [result.record.episode_id for result in started.results]
     assert len(set(ids)) == len(ids)
     assert sorted(d["episode_id"] for e, d in started.attempt.events if e == "episode_started") == sorted(ids)
+
+
+async def test_the_books_of_a_run_balance_in_its_metrics_and_hold_each_episode_once(started):
+    await started.rollouts.batch()
+    weights = started.model.parent / "weights"
+    write_tokenizer(weights)
+    await started.rollouts.update(weights, 2, 1)
+    metrics = batch_metrics(await started.rollouts.batch())
+    parts = ("trained", "rejected", "in_flight", "buffered")
+    assert metrics["books/submitted"] == sum(metrics[f"books/{part}"] for part in parts)
+    assert metrics["books/trained"] == 2 * 4 * 2
+    assert metrics["books/finished"] == len(started.results)
 
 
 async def test_groups_are_made_again_after_an_evaluation_that_failed(started):
