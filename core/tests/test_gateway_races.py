@@ -6,6 +6,7 @@ import socket
 import aiohttp
 import openai
 import pytest
+from aiohttp import web
 
 from rollhook.engine.messages import Completion, MessageEngine, RequestLimits
 from rollhook.session import Limits, MessagePolicy, Renderer
@@ -159,6 +160,30 @@ async def test_a_client_that_leaves_its_stream_ends_the_turn(face, engine, path)
     assert not inner.leaves()
     await engine.release()
     assert (await face.chat(session, path))[0] == 200
+
+
+async def test_a_server_that_does_not_cancel_notices_by_writing_that_a_client_has_left(
+    engine, directory, caplog
+):
+    async with serving(engine, directory=directory) as policy:
+        runner = web.AppRunner(Gateway(policy).app(), handler_cancellation=False)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = "http://{}:{}".format(*runner.addresses[0][:2])
+        session = policy.open("s", max_seq_len=1000, reply_tokens=100, turns=3)
+        engine.hold(after=3)
+        async with (
+            aiohttp.ClientSession(url) as http,
+            http.post("/sessions/s" + PATHS[0], json={"messages": [USER], "stream": True}) as response,
+        ):
+            await response.content.readany()
+            response.close()
+        await engine.release()
+        await engine.until(lambda: engine.running == 0)
+        await runner.cleanup()
+        assert session.turns_left >= 2
+    assert "unexpectedly" not in caplog.text
+    assert "Error handling request" not in caplog.text
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -52,6 +52,8 @@ async def stream_reply(
             )
             if request.transport is not None:
                 request.transport.abort()
+        except ConnectionError:
+            log.debug("session %s: a client has left its stream", session.id)
         return response
     finally:
         turn.cancel()
