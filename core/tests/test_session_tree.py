@@ -301,7 +301,7 @@ def long_conversation(tree, turns, tokens, characters):
     for number in range(turns):
         said = {"role": "user", "content": str(number) * characters}
         reply = {"role": "assistant", "content": str(number) * characters}
-        node = grow(tree, node, said, reply, tokens=tokens)
+        node = grow(tree, node, said, reply, tokens=tokens, tools="[" + " " * characters + "]")
     return node
 
 

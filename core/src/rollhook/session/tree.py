@@ -158,6 +158,7 @@ class Tree:
         self._spill = spill
         self._text_bytes = text_bytes
         self._in_memory: list[Node] = []
+        self._tools: dict[str, str] = {}
         self._size = 0
 
     def attach(self, keys: Sequence[Key], tools: str = "", *, thin: bool = False) -> Node | None:
@@ -185,6 +186,7 @@ class Tree:
     def commit(self, node: Node) -> None:
         """Add a finished turn under its parent."""
         (self.roots if node.parent is None else node.parent.children).append(node)
+        node.tools = self._tools.setdefault(node.tools, node.tools)
         self.last = node
         self.count += 1
         self._in_memory.append(node)
