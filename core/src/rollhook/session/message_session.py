@@ -179,8 +179,8 @@ class MessageSession:
         message = answer.completion.message
         usage = answer.completion.usage or Usage(before.tokens + added, estimate([message]))
         turn = _Turn(
-            keys=(*keys, message_key(message)),
-            messages=(*(each.copy() for each in messages), message),
+            keys=(*before.keys, *keys[len(before.keys) :], message_key(message)),
+            messages=(*before.messages, *(each.copy() for each in messages[len(before.keys) :]), message),
             tokens=usage.prompt + usage.completion,
             finish_reason=answer.completion.finish_reason,
         )
