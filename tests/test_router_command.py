@@ -42,7 +42,8 @@ async def router(*options: str) -> AsyncIterator[tuple[asyncio.subprocess.Proces
 
 
 async def test_sessions_keep_their_ranks_and_sigterm_lets_requests_finish() -> None:
-    policy = ("--policy", "sticky+prefix_cache", "--set", "prefix_cache.chunk=16", "--set", "sticky.ttl=60")
+    keys = ("--set", "prefix_cache.chunk=16", "--set", "sticky.rebalance=null")  # engines join one by one
+    policy = ("--policy", "sticky+prefix_cache", *keys)
     async with FakeEngine(dp_size=2) as one, FakeEngine(dp_size=2) as two, router(*policy) as (process, url):
         async with aiohttp.ClientSession(url) as client:
             for engine in (one, two):

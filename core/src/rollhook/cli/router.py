@@ -56,6 +56,14 @@ def router(  # noqa: PLR0913, PLR0917 - the options of a command
         float, typer.Option(min=0, help="seconds after which an idle session no longer counts as open")
     ] = 600.0,
     request_timeout: Annotated[float, typer.Option(min=1, help="seconds that a request may take")] = 14400.0,
+    health_interval: Annotated[
+        float, typer.Option(min=0.1, help="seconds between questions for the health of every engine")
+    ] = 30.0,
+    breaker_faults: Annotated[
+        int,
+        typer.Option(min=1, help="faults of a worker in a row after which it gets no requests for a while"),
+    ] = 10,
+    breaker_seconds: Annotated[float, typer.Option(min=0, help="how long that while is")] = 30.0,
     drain: Annotated[
         float, typer.Option(min=0, help="seconds that requests may go on after SIGTERM or Ctrl-C")
     ] = 180.0,
@@ -89,6 +97,9 @@ def router(  # noqa: PLR0913, PLR0917 - the options of a command
         dp_aware=dp_aware,
         session_idle=session_idle,
         request_timeout=request_timeout,
+        health_interval=health_interval,
+        breaker_faults=breaker_faults,
+        breaker_seconds=breaker_seconds,
         drain=drain,
     )
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")

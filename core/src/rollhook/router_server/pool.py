@@ -6,7 +6,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rollhook.router import Worker
 from rollhook.router_server.asked import Asked
@@ -84,11 +84,13 @@ class Pool:
         session = self._sessions.get(asked.route.session_id)
         if session is not None and session.entry in candidates and not self._chain.each_turn:
             return session.entry
-        worker = self._chain.pick(asked.route, [self.table.load(entry) for entry in candidates])
+        before = session.entry.worker if session is not None and session.entry is not None else None
+        request = replace(asked.route, worker=before)
+        worker = self._chain.pick(request, [self.table.load(entry) for entry in candidates])
         entry = self.table.get(worker)
         if worker is not None:
-            self._chain.assigned(asked.route, worker)
             self._assign(session, entry)
+            self._chain.assigned(request, worker)
         return entry
 
     @contextmanager

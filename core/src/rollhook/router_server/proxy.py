@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import aiohttp
 from aiohttp import web
-from multidict import CIMultiDict
+from aiohttp.typedefs import LooseHeaders
 
 from rollhook.errors import EngineError
 from rollhook.router import Worker
@@ -103,7 +103,9 @@ class Proxy:
         self._retries = retries or Retries()
         self._rank_field = rank_field
         self._headers = dict(headers or {})
-        self._dropped = _ASKED_ANEW if keep_authorization else _ASKED_ANEW | {"authorization"}
+        self._dropped = _ASKED_ANEW | {name.lower() for name in self._headers}
+        if not keep_authorization:
+            self._dropped |= {"authorization"}
         self._random = random.Random(seed)  # noqa: S311 - spreads retries
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
@@ -192,12 +194,9 @@ class Proxy:
         await response.write_eof()
         return response
 
-    def _onward(self, request: web.Request) -> CIMultiDict[str]:
-        onward = CIMultiDict(
-            (name, value) for name, value in request.headers.items() if name.lower() not in self._dropped
-        )
-        onward.update(self._headers)
-        return onward
+    def _onward(self, request: web.Request) -> dict[str, str]:
+        onward = {name: value for name, value in request.headers.items() if name.lower() not in self._dropped}
+        return {**onward, **self._headers}
 
     async def _back_off(self, attempt: int) -> None:
         retries = self._retries
@@ -209,9 +208,11 @@ async def _whole(upstream: aiohttp.ClientResponse) -> web.Response:
     return web.Response(status=upstream.status, headers=_kept(upstream), body=await upstream.read())
 
 
-def _kept(upstream: aiohttp.ClientResponse) -> CIMultiDict[str]:
-    kept = ((name, value) for name, value in upstream.headers.items() if name.lower() not in _HOP)
-    return CIMultiDict((name, value) for name, value in kept if name.lower() != "content-length")
+def _kept(upstream: aiohttp.ClientResponse) -> LooseHeaders:
+    kept = upstream.headers.copy()
+    for name in _HOP | {"content-length"}:
+        kept.popall(name, None)
+    return kept
 
 
 def _none(pool: Pool, asked: Asked) -> str:
