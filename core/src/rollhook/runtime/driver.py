@@ -76,7 +76,9 @@ class Driver:
     async def run(self, claimed: Attempt | None = None) -> RunResult:
         """Drive an attempt, by default the next one, to its end; raises what stopped it, after cleaning up."""
         began = time.monotonic()
-        attempt: Attempt = claimed or await asyncio.to_thread(self.run_dir.claim)
+        attempt = claimed
+        if attempt is None:
+            attempt = await asyncio.to_thread(self.run_dir.claim)
         status: Status = "failed"
         failure: BaseException | None = None
         try:
