@@ -54,6 +54,8 @@ COMPONENTS = {
 }
 TASKS = 6
 _NUMBERS = itertools.count(1)
+#: what was placed: a loop that stands still holds sockets, which nobody closes
+_KEPT = []
 
 
 class Rig:
@@ -173,6 +175,7 @@ class FakeRemote:
         self.name = name
         self.died = asyncio.Event()
         self._target = target
+        _KEPT.append(target)
 
     def die(self):
         """Do nothing from now on: its loop, where it has one, stands still as it is."""
@@ -199,6 +202,7 @@ class FakeRemote:
         return pickle.loads(pickle.dumps(answer.result()))
 
     async def stop(self):
+        self.stand_still()
         self._target = None
 
 

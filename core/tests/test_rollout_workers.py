@@ -6,14 +6,20 @@ import os
 import pickle
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from driving import FakeCluster, Rig
 from surviving import assert_survived, events
 
+from rollhook.environment import Task
 from rollhook.errors import BudgetExceeded, RollhookError, RunError, UsageError
+from rollhook.recipe.schema import Recipe
+from rollhook.records import Outcome
 from rollhook.router import Worker
 from rollhook.runtime import remote_worker, rollout_workers, worker_host
+from rollhook.runtime.episode import EpisodeRequest
+from rollhook.runtime.live import Live
 from rollhook.runtime.live_file import snapshot
 from rollhook.runtime.mirror import merged
 from rollhook.runtime.parts import share_of
@@ -21,6 +27,7 @@ from rollhook.runtime.peer import Peer
 from rollhook.session.workers import Entry
 
 STEPS = 3
+TASK = Task("room-1", "digest", "train", "rooms")
 
 
 def rig_of(tmp_path, **changes):
@@ -172,6 +179,10 @@ async def test_what_episodes_do_elsewhere_is_seen_here_and_ended_from_here(tmp_p
         assert entry.open_sessions == 4
     name = sorted(shown)[0]
     shown[name].cancel("stale")
+    last = asyncio.ensure_future(workers.runners["rooms"].run(EpisodeRequest("last", "g", TASK, 1)))
+    await asyncio.sleep(0)
+    shown["last"].cancel("no longer wanted")  # in one breath with its beginning
+    assert (await last).record.outcome == Outcome("cancelled", cause="no longer wanted")
     await until(lambda: name not in shown, driving)
     (gate / "open").touch()
     await driving
@@ -228,6 +239,37 @@ async def test_a_worker_process_that_is_killed_is_replaced(tmp_path, monkeypatch
 
 
 # -- parts
+
+
+class SickEngine:
+    """A double of the engine client: one engine, which is well from when it is started anew."""
+
+    def __init__(self):
+        self.starts = 0
+
+    async def health(self, worker):
+        return self.starts > 0
+
+    async def weight_version(self, worker):
+        return 7
+
+    async def start(self, worker):
+        await asyncio.sleep(0)
+        self.starts += 1
+        return True
+
+
+async def test_an_engine_is_started_anew_once_for_all_workers_that_find_it_dead(tmp_path):
+    recipe = Recipe.model_validate({"name": "r", "rollout": {"workers": 2}})
+    parts, attempt = SimpleNamespace(recipe=recipe), SimpleNamespace()
+    workers = rollout_workers.RolloutWorkers(parts, attempt, None, [], None, Live(), lambda: None)
+    engine, worker = SickEngine(), Worker("http://a")
+    workers._client, workers._engines, workers._revive = engine, ([worker], 7), engine.start
+    assert await asyncio.gather(*(workers._revive_once(None, worker) for _ in range(3))) == [True] * 3
+    assert engine.starts == 1
+    workers._engines = ([worker], 8)  # it serves old weights
+    assert await workers._revive_once(None, worker)
+    assert engine.starts == 2
 
 
 class Unpicklable:
@@ -294,6 +336,9 @@ async def test_asks_are_answered_in_any_order_and_failures_come_home(tmp_path, c
     await near.ask("double", 1)
     withdrawn.cancel()
     await ended.wait()
+    at_once = asyncio.ensure_future(near.ask("slow"))
+    await asyncio.sleep(0)
+    at_once.cancel()  # before the other end has heard of it
     last = asyncio.ensure_future(near.ask("slow"))
     await near.ask("double", 1)
     near.lose(RunError("it died"))

@@ -74,7 +74,7 @@ class Driver:
         self._verdicts = VerdictWatch()
 
     async def run(self, claimed: Attempt | None = None) -> RunResult:
-        """Drive an attempt, by default the next one, to its end; raises what stopped it, after cleaning up."""
+        """Drive an attempt, by default the next, to its end; raises what stopped it, after cleaning up."""
         began = time.monotonic()
         attempt = claimed
         if attempt is None:

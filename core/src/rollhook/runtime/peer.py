@@ -112,21 +112,22 @@ class Peer:
         what = "a message"
         try:
             what, args = pickle.loads(payload)  # noqa: S301 - from our own process
-            result = self._handlers[what](*args)
+            handler = self._handlers[what]
+            result = None if inspect.iscoroutinefunction(handler) else handler(*args)
         except Exception as error:  # noqa: BLE001 - handed to the asker
             self._fail(number, what, error)
             return
-        if inspect.isawaitable(result):
-            task = asyncio.ensure_future(self._finish(number, what, result))
-            if number:
-                self._tasks[number] = task
-                task.add_done_callback(lambda _: self._tasks.pop(number, None))
+        if inspect.iscoroutinefunction(handler):
+            task = asyncio.ensure_future(self._finish(number, what, handler, args))
+            key = number or -next(self._numbers)
+            self._tasks[key] = task
+            task.add_done_callback(lambda _: self._tasks.pop(key, None))
         else:
             self._answer(number, what, result)
 
-    async def _finish(self, number: int, what: str, result: Any) -> None:
+    async def _finish(self, number: int, what: str, handler: Callable[..., Any], args: Sequence[Any]) -> None:
         try:
-            value = await result
+            value = await handler(*args)
         except Exception as error:  # noqa: BLE001 - handed to the asker
             self._fail(number, what, error)
         else:
@@ -144,8 +145,10 @@ class Peer:
 
     def _fail(self, number: int, what: str, error: Exception) -> None:
         """Send an error home; one of a tell has no home, and is logged."""
-        if not number or not isinstance(error, RollhookError):
+        if not isinstance(error, RollhookError):
             logger.error("%s: %s failed", self._name, what, exc_info=error)
+        elif not number:
+            logger.error("%s: %s failed: %s", self._name, what, error)
         if number:
             failure = Failure.of(error, f"{self._name}.{what}")
             self._say(Message("failure", number, pickle.dumps(failure)))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 #: seconds that one poll waits for something to be said
 POLL_SECONDS = 0.2
 #: seconds without a sign of life after which a worker counts as dead
-SILENCE = 60.0
+SILENCE = 120.0
 
 
 class WorkerLostError(RollhookError):

@@ -278,8 +278,11 @@ class RolloutWorkers:
         """Let a worker that was started anew have its share."""
         await worker.peer.ask("load", self._model_dir)
         async with self._telling:
-            worker.url = await worker.peer.ask("open_policy", *self._engines)
+            engines = self._engines
+            worker.url = await worker.peer.ask("open_policy", *engines)
             self._workers.append(worker)
+            if engines != self._engines:
+                worker.peer.tell("set_workers", *self._engines)
         self._changed.set()
         self._moved()
 

@@ -140,7 +140,6 @@ class HostedWorker:
     async def _prepare(self) -> None:
         """Build what needs no weights: sandbox pool, environments, agent."""
         spec = self._spec
-        self._stack.enter_context(Watchdog(limit=1.0, report=True))
         parts = Parts(spec.recipe, spec.plugins, spec.scratch, spec.run_id, spec.attempt)
         backend = await parts.open_backend(self._stack)
         pool = None
@@ -151,6 +150,7 @@ class HostedWorker:
         environments = await build_environments(parts, capabilities, self._stack)
         self._worker = RolloutWorker(parts, environments, pool, self._live)
         self._stack.push_async_callback(self._worker.aclose)
+        self._stack.enter_context(Watchdog(limit=1.0, report=True))
         for work in (self._report_loads(), self._report_seen()):
             task = asyncio.ensure_future(work)
             self._stack.callback(task.cancel)
@@ -178,7 +178,8 @@ class HostedWorker:
             await asyncio.wait(ending)
         await self._stack.aclose()
 
-    def _cancel(self, episode_id: str, reason: str) -> None:
+    async def _cancel(self, episode_id: str, reason: str) -> None:
+        """End an episode; in a task, as `_run` is, so that this comes after one that was just begun."""
         if (live := self._live.episodes.get(episode_id)) is not None:
             live.cancel(reason)
 
