@@ -4,6 +4,7 @@ Whole episodes run (session, agent, environment, verdict, record, samples), with
 answers at once: as a coroutine in the process, or over HTTP from a process of its own. Beside them, in the
 same run: a bare aiohttp loop that posts and reads the same tokens at the same server, and verifiers 0.4.0,
 whose conversations are messages without tokens. CPU is that of the measured process alone, not the server's.
+At last the same with ten times as many at once, a few turns each: whether a turn costs more among so many.
 
 Budgets: 2x the bare loop (engine in the process); 256 KiB per open session of 30 turns beyond its tokens;
 0.1 MB per finished episode.
@@ -57,6 +58,8 @@ ASK = "What comes next? Think about it and answer in one line."
 VERIFIERS = "verifiers==0.4.0"
 #: a thousand would take minutes
 PEER_CONVERSATIONS = 200
+#: the second table: so many times the conversations, so many turns of each
+MANY, FEW_TURNS = 10, 2
 KIB = 1024
 
 
@@ -118,7 +121,7 @@ def policy_of(directory: Path, client: Any, url: str) -> PolicyClient:
 
 async def episodes(count: int, turns: int, url: str, *, http: bool) -> list[EpisodeResult]:
     """Run whole episodes at once."""
-    client: Any = EngineClient() if http else Coroutine()
+    client: Any = EngineClient(connect_timeout=600.0) if http else Coroutine()
     with tempfile.TemporaryDirectory() as directory:
         policy = policy_of(Path(directory), client, url)
         runner = EpisodeRunner(
@@ -231,28 +234,39 @@ def main() -> None:
         report(count, options.turns, quick=options.quick)
 
 
+def cost(part: str, conversations: int, turns: int, url: str) -> dict[str, float]:
+    """Return milliseconds of wall and of CPU per turn of a part, measured in a process of its own."""
+    size = ["--conversations", str(conversations), "--turns", str(turns)]
+    return measuring.measured([sys.executable, Path(__file__), *size, "--part", part, "--url", url])
+
+
 def report(count: int, turns: int, *, quick: bool) -> None:
-    me = [sys.executable, Path(__file__), "--conversations", str(count), "--turns", str(turns)]
     names = {
         "bare": "bare aiohttp loop",
         "in-process": "rollhook, engine in the process",
         "http": "rollhook, engine over HTTP",
     }
     with mock_engine.mock_engine() as url:
-        found = {part: measuring.measured([*me, "--part", part, "--url", url]) for part in names}
+        found = {part: cost(part, count, turns, url) for part in names}
+        many = {} if quick else {part: cost(part, MANY * count, FEW_TURNS, url) for part in names}
         if not quick and (python := measuring.peer(VERIFIERS)):
             program = Path(__file__).parent / "peers/turns_verifiers.py"
             fewer = min(count, PEER_CONVERSATIONS)
             names["verifiers"] = f"verifiers 0.4.0, over HTTP, {fewer} at once"
             found["verifiers"] = measuring.measured([python, program, str(fewer), str(turns), url])
-    bare_cpu = found["bare"]["cpu"]
-    rows = [[names[part], row["wall"], row["cpu"], row["cpu"] / bare_cpu] for part, row in found.items()]
-    title = f"{count} conversations at once, {turns} turns of {mock_engine.TOKENS} tokens"
-    measuring.table(title, ["", "wall ms/turn", "CPU ms/turn", "x bare (CPU)"], rows)
+    tables = [(count, turns, found)] + ([(MANY * count, FEW_TURNS, many)] if many else [])
+    for conversations, each, figures in tables:
+        bare_cpu = figures["bare"]["cpu"]
+        rows = [
+            [names[part], row["wall"], row["cpu"], row["cpu"] / bare_cpu] for part, row in figures.items()
+        ]
+        title = f"{conversations} conversations at once, {each} turns of {mock_engine.TOKENS} tokens"
+        measuring.table(title, ["", "wall ms/turn", "CPU ms/turn", "x bare (CPU)"], rows)
+    me = [sys.executable, Path(__file__)]
     memory = []
     labels = {"open": "open session of 30 turns", "finished": f"finished episode of {turns} turns"}
     for part, label in labels.items():
-        row = measuring.measured([*me[:2], "--conversations", str(min(count, 400)), "--part", part])
+        row = measuring.measured([*me, "--conversations", str(min(count, 400)), "--part", part])
         beyond = (row["bytes"] - row["tokens"]) / KIB
         memory.append([label, row["bytes"] / KIB, row["tokens"] / KIB, beyond])
     measuring.table("memory of each, KiB", ["", "resident", "of it tokens", "beyond them"], memory)
