@@ -151,3 +151,16 @@ async def holding():
     yield runner, make
     for each in made:
         await each.aclose()
+
+
+async def settle():
+    for _ in range(40):
+        await asyncio.sleep(0)
+
+
+def of(runner, group):
+    return sorted(episode for episode in runner.waiting if group in episode)
+
+
+def ids(groups):
+    return [group.group_id for group in groups]

@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from producing import BROKEN, FAIL, PASS, TASK, ScriptedRunner, finished, holding, producer
 
@@ -91,6 +91,7 @@ async def test_episode_ids_and_seeds_are_unique_and_reproducible():
     st.lists(st.lists(st.sampled_from([0.0, 1.0, None]), min_size=1, max_size=6), min_size=1, max_size=5),
     st.integers(),
 )
+@settings(deadline=None)
 def test_permuting_keeps_the_rewards_of_a_batch_and_moves_them_with_their_samples(rewards, seed):
     groups = []
     for g, members in enumerate(rewards):

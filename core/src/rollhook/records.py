@@ -124,8 +124,8 @@ class EpisodeRecord:
 class Group:
     """The episodes of one prompt that are normalised together.
 
-    `discarded` are finished ones whose tokens became too old; `refills` counts the episodes that replaced
-    failed, cancelled and discarded ones.
+    `discarded` are finished ones whose tokens became too old, and the failed ones of a group that is made
+    anew; `refills` counts the episodes that replaced failed, cancelled and discarded ones.
     """
 
     group_id: str

@@ -154,7 +154,9 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         "rollout/turns_mean": _mean([float(r.turns) for r in records]),
         "rollout/refills": float(sum(group.refills for group in batch.groups)),
         "rollout/cancelled_stale": float(sum(record.outcome.cause == "stale" for record in records)),
-        "rollout/discarded_stale": float(sum(len(group.discarded) for group in batch.groups)),
+        "rollout/discarded_stale": float(
+            sum(not failed(r) for group in batch.groups for r in group.discarded)
+        ),
         "rollout/in_flight": float(batch.in_flight),
         "rollout/concurrency_limit": float(batch.limit),
         "rollout/truncated_ratio": _mean([float(r.ended in ("length", "max_turns")) for r in records]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
+from rollhook.records import Sample
 from rollhook.runtime.making import Making
 
 #: with `rollout.fill` a step ends its search once it has seen so many times its groups
@@ -28,6 +29,11 @@ class Buffer:
 
     def __iter__(self) -> Iterator[Making]:
         return iter([*self.waiting, *self.refused])
+
+    @property
+    def samples(self) -> list[Sample]:
+        """The samples of the groups that wait."""
+        return [sample for making in self.waiting for sample in making.group.samples]
 
     @property
     def full(self) -> bool:

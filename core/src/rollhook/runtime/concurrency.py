@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+
+from rollhook.runtime.slots import Slots
+
 #: seconds between two looks at the queues
 INTERVAL = 10.0
 #: seconds that a request may wait at an engine before there are too many episodes
@@ -30,3 +34,13 @@ class AdaptiveLimit:
         elif queue_seconds is None or queue_seconds < ROOMY:
             self.limit = min(self.most, self.limit + self.least)
         return self.limit
+
+
+async def follow_pressure(
+    slots: Slots, least: int, pressure: Callable[[], float | None], sleep: Callable[[float], Awaitable[None]]
+) -> None:
+    """Let the limit of `slots` follow the engines' queue times, for ever."""
+    adaptive = AdaptiveLimit(least, slots.limit)
+    while True:
+        await sleep(INTERVAL)
+        slots.limit = adaptive.look(pressure())

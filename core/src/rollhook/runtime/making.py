@@ -9,9 +9,14 @@ from dataclasses import dataclass, field
 
 from rollhook.records import EpisodeRecord, Group
 from rollhook.runtime.batch import Prompt, failed
+from rollhook.runtime.books import Books
+from rollhook.runtime.live import Live, LiveEpisode
 
 #: rounds of a group that could not be filled, after which it is rejected
 ROUNDS = 2
+
+#: why a group is of no use, and why the producer ends episodes
+USELESS = ("stale", "incomplete")
 
 
 @dataclass(eq=False)
@@ -20,7 +25,7 @@ class Making:
 
     `missing` are the places that no episode fills yet; once there are none, `tasks` takes no more. `lost`
     counts those that none will fill. `refills` are those of this round, in which something became `stale`;
-    `tries` counts by place, `live` are ids of episodes under way. `ended` says why the group is given up,
+    `tries` counts by place, `live` are ids of episodes under way. `ended` says that the group is given up,
     `taken` that a step has it. `reason` is why it does not train, known once it is made.
     """
 
@@ -35,7 +40,7 @@ class Making:
     tries: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     live: set[str] = field(default_factory=set)
     stale: bool = False
-    ended: str = ""
+    ended: bool = False
     taken: bool = False
     reason: str | None = None
 
@@ -43,7 +48,7 @@ class Making:
         """Start a round that step `step` may take at the earliest: find the places to fill."""
         filled = {member(record.episode_id) for record in self.group.records}
         self.missing = [number for number in range(self.group.size) if number not in filled]
-        self.tasks, self.lost, self.refills, self.stale, self.ended = None, 0, 0, False, ""
+        self.tasks, self.lost, self.refills, self.stale, self.ended = None, 0, 0, False, False
         self.rounds, self.began = self.rounds + 1, step
 
     def again(self) -> None:
@@ -69,6 +74,44 @@ class Making:
         group.discarded += gone
         self.stale = True
         return gone
+
+    def cancel(self, live: Live, why: str) -> None:
+        """End the episodes under way."""
+        for episode in self._under_way(live):
+            episode.cancel(why)
+
+    def cancel_stale(self, live: Live, too_old: Callable[[int | None], bool], newest: int | None) -> None:
+        """End those under way with a token that is too old; without a reply, it will be of `newest`."""
+        for episode in self._under_way(live):
+            if episode.node == "agent" and episode.oldest_version is None:
+                episode.first_version = newest
+            if too_old(episode.oldest_version):
+                episode.cancel("stale")
+
+    def _under_way(self, live: Live) -> list[LiveEpisode]:
+        return [live.episodes[name] for name in self.live if name in live.episodes]
+
+
+def close(making: Making, record: EpisodeRecord, books: Books) -> None:
+    """Enter the end of an episode into the books."""
+    outcome = record.outcome
+    if failed(record):
+        books.reject([record.episode_id], outcome.cause if outcome.cause in USELESS else outcome.kind)
+    elif making.taken:
+        books.reject([record.episode_id], "stale")
+    else:
+        books.buffer(record.episode_id)
+
+
+def settle(making: Making, books: Books) -> None:
+    """Enter into the books what a step makes of a group's good episodes."""
+    group, reason = making.group, making.reason
+    trained = {sample.episode_id for sample in group.samples} if reason is None else set()
+    books.train(trained)
+    for record in group.records:
+        if not failed(record) and record.episode_id not in trained:
+            why = reason.split(":")[0] if reason is not None else f"no reward: {record.outcome.kind}"
+            books.reject([record.episode_id], why)
 
 
 def member(episode_id: str) -> int:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -24,12 +23,13 @@ from rollhook.records import EpisodeRecord, Group
 from rollhook.runtime.batch import Batch, Prompt, failed, permute_rewards, rejection
 from rollhook.runtime.books import Books
 from rollhook.runtime.buffer import Buffer
-from rollhook.runtime.concurrency import INTERVAL, AdaptiveLimit
+from rollhook.runtime.concurrency import follow_pressure
 from rollhook.runtime.episode import EpisodeRequest, EpisodeResult, Runner
 from rollhook.runtime.live import Live
-from rollhook.runtime.making import ROUNDS, Making, member
+from rollhook.runtime.making import ROUNDS, USELESS, Making, close, member, settle
 from rollhook.runtime.seeds import derive
 from rollhook.runtime.slots import Slots
+from rollhook.runtime.staleness import Staleness
 
 if TYPE_CHECKING:
     from rollhook.recipe.schema import Rollout
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 #: seconds without a finished episode, while the trainer waits, after which a warning says so
 STALLED = 600.0
-#: why the producer itself ends episodes
-_OURS = ("stale", "incomplete")
 
 
 class Producer:
@@ -87,14 +85,11 @@ class Producer:
         #: of training episodes and of others that run beside them
         self.slots = Slots(rollout.max_concurrent, self._changed.set)
         self._by_group = rollout.submission == "group"
-        self._limit = 1e9 if rollout.max_staleness is None else rollout.max_staleness
+        self._ages = Staleness(rollout.max_staleness)
         self._waiting: deque[Making] = deque()
         self._making: dict[str, Making] = {}
         self._buffer = Buffer(rollout.buffer_groups or 2 * rollout.batch_groups, rollout.fill)
         self._strays: list[EpisodeRecord] = []
-        #: steps in the newest weights, and the step that takes the next batch
-        self._step = self._next = 0
-        self._versions: dict[int, int] = {}
         self._next_draw = self._taken = self._ends = 0
         self._paused = self._awaited = False
         self._task: asyncio.Task[None] | None = None
@@ -115,8 +110,8 @@ class Producer:
         `owned` are prompts drawn before that no surviving step has taken, each with what is there of its
         group; `next_step` is the first nominal step that was not drawn.
         """
-        self._step, self._versions, self._next_draw = step, dict(versions), next_step
-        self._next = step
+        self._ages.begin(step, versions)
+        self._next_draw = next_step
         self._taken = step * self._rollout.batch_groups
         for prompt, group in owned:
             self._waiting.append(Making(prompt, group))
@@ -130,8 +125,10 @@ class Producer:
         count, began = self._rollout.batch_groups, self._clock()
         self._awaited = True
         self._changed.set()
-        await self._until(lambda: self._buffer.enough(count) or self._ended())
-        self._awaited = False
+        try:
+            await self._until(lambda: self._buffer.enough(count) or self._ended())
+        finally:
+            self._awaited = False
         if self._ended():
             assert self._task is not None
             error = self._task.exception()
@@ -141,26 +138,23 @@ class Producer:
         self._asked = now
         self._fill_batch(batch, count)
         self._taken += count
-        self._next = self._step + 1
-        self._end_stale(max(self._versions))
+        self._ages.next_step = self._ages.step + 1
+        self._end_stale(self._ages.newest)
         batch.strays, self._strays = self._strays, []
         batch.waiting, batch.in_flight = len(self._buffer), self.books.in_flight
         batch.limit, batch.books = self.slots.limit, self.books.metrics()
-        waiting = [sample for making in self._buffer.waiting for sample in making.group.samples]
-        batch.waiting_staleness = [self._age(sample.oldest_version) for sample in waiting]
+        batch.waiting_staleness = [self._ages.age(sample.oldest_version) for sample in self._buffer.samples]
         self._changed.set()
         return batch
 
     def publishing(self, version: int, step: int) -> None:
         """Say that from now on engines may serve weights with `step` steps in them, one before the other."""
-        self._versions[version] = step
+        self._ages.versions[version] = step
 
     def published(self, version: int, step: int) -> None:
         """Say that all engines serve weights with `step` steps in them; what is too old for them now ends."""
-        before = max((known for known in self._versions if known < version), default=None)
-        self._step = self._next = step
-        self._versions[version] = step
-        self._end_stale(before)
+        self._ages.published(version, step)
+        self._end_stale(self._ages.before(version))
         self._changed.set()
 
     def pause(self) -> None:
@@ -185,7 +179,8 @@ class Producer:
         async with asyncio.TaskGroup() as groups:
             groups.create_task(self._watch())
             if self._rollout.adaptive_concurrency:
-                groups.create_task(self._adapt())
+                least = self._rollout.group_size
+                groups.create_task(follow_pressure(self.slots, least, self._pressure, self._sleep))
             while True:
                 await self._until(self._may_start)
                 if not self._waiting:  # drawn as late as can be, with the newest pass rates
@@ -195,7 +190,7 @@ class Producer:
                     self._waiting.extend(Making(prompt, prompt.group(size)) for prompt in prompts)
                 making = self._waiting.popleft()
                 self._discard_stale(making)
-                making.begin(self._next)
+                making.begin(self._ages.next_step)
                 self._making[making.group.group_id] = making
                 groups.create_task(self._make(making))
 
@@ -204,7 +199,7 @@ class Producer:
         rollout = self._rollout
         making = [each for each in self._making.values() if not each.taken]
         taken_up = self._taken + len(self._buffer) + len(making)
-        limit = min(self._step + self._limit + 1, self._steps) * rollout.batch_groups
+        limit = min(self._ages.step + self._ages.limit + 1, self._steps) * rollout.batch_groups
         if self._draining():
             limit = min(limit, self._taken + (rollout.batch_groups if self._awaited else 0))
         unbegun = any(each.tasks is None for each in making)
@@ -232,8 +227,8 @@ class Producer:
     def _put(self, making: Making) -> None:
         """Let a group that is made wait for the trainer, or make it anew if it became of no use."""
         reason = rejection(making.group, self._rollout, self._accept)
-        overtaken = making.stale and self._next > making.began
-        if reason in _OURS and self._rollout.unused == "recycle" and (overtaken or making.rounds < ROUNDS):
+        overtaken = making.stale and self._ages.next_step > making.began
+        if reason in USELESS and self._rollout.unused == "recycle" and (overtaken or making.rounds < ROUNDS):
             making.again()
             self._waiting.appendleft(making)
             return
@@ -264,7 +259,7 @@ class Producer:
     def _keep(self, making: Making, result: EpisodeResult) -> bool:
         """Put a finished episode into its group; False if its place stays open."""
         group, record = making.group, result.record
-        if any(self._too_old(sample.oldest_version) for sample in result.samples):
+        if any(self._ages.too_old(sample.oldest_version) for sample in result.samples):
             group.discarded.append(record)
             making.stale = True
             self.books.reject([record.episode_id], "stale")
@@ -278,7 +273,8 @@ class Producer:
         """Give up a place, and the whole group if too few are left."""
         making.lost += 1
         if making.group.size - making.lost < (self._rollout.min_group or making.group.size):
-            self._give_up(making, "incomplete")
+            making.ended = True
+            making.cancel(self._live, "incomplete")
 
     async def _episode(self, making: Making, number: int) -> EpisodeResult:
         group, sampling = making.group, self._rollout.sampling
@@ -300,13 +296,7 @@ class Producer:
             making.live.discard(episode_id)
         self._ends += 1
         self._finished(result)
-        outcome = result.record.outcome
-        if failed(result.record):
-            self.books.reject([episode_id], outcome.cause if outcome.cause in _OURS else outcome.kind)
-        elif making.taken:
-            self.books.reject([episode_id], "stale")
-        else:
-            self.books.buffer(episode_id)
+        close(making, result.record, self.books)
         return result
 
     def _may_refill(self, making: Making) -> bool:
@@ -321,26 +311,21 @@ class Producer:
 
     def _fill_batch(self, batch: Batch, count: int) -> None:
         """Choose the groups of a step and say which of them train."""
-        chosen, refused = self._buffer.take(count, self._oldest, self._last_chances())
+        chosen, refused = self._buffer.take(count, self._age_of, self._last_chances())
         chosen.sort(key=lambda making: making.group.group_id)
         for making in chosen:
             making.taken = True
-            self._cancel(making, "stale")
+            making.cancel(self._live, "stale")
         if self._rollout.permute_rewards:
-            permute_rewards([each.group for each in chosen], derive(self._seed, "permute", self._step))
+            permute_rewards([each.group for each in chosen], derive(self._seed, "permute", self._ages.step))
             for making in chosen:
                 making.reason = rejection(making.group, self._rollout, self._accept)
         for making in (*chosen, *refused):
+            settle(making, self.books)
             group, reason = making.group, making.reason
-            trained = {sample.episode_id for sample in group.samples} if reason is None else set()
-            rest = [r for r in group.records if not failed(r) and r.episode_id not in trained]
-            self.books.train(trained)
-            for record in rest:
-                why = reason.split(":")[0] if reason is not None else f"no reward: {record.outcome.kind}"
-                self.books.reject([record.episode_id], why)
             if reason is None:
                 batch.accepted.append(group)
-                batch.staleness += [self._age(sample.oldest_version) for sample in group.samples]
+                batch.staleness += [self._ages.age(sample.oldest_version) for sample in group.samples]
             else:
                 batch.rejected.append((group, reason))
 
@@ -351,26 +336,16 @@ class Producer:
         return [
             making
             for making in self._making.values()
-            if making.good >= self._rollout.min_group
-            and self._oldest(making) >= self._limit
+            if not making.taken
+            and making.good >= self._rollout.min_group
+            and self._age_of(making) >= self._ages.limit
             and rejection(making.group, self._rollout, self._accept) is None
         ]
 
     # -- staleness
 
-    def _age(self, version: int | None) -> float:
-        """Return how many steps weights lag; infinite for a version that is not of this lineage."""
-        if version is None:
-            return 0.0
-        return self._step - self._versions[version] if version in self._versions else math.inf
-
-    def _oldest(self, making: Making) -> float:
-        """Return how many steps the oldest token of a group lags."""
-        return max((self._age(sample.oldest_version) for sample in making.group.samples), default=0.0)
-
-    def _too_old(self, version: int | None) -> bool:
-        """Whether the next step may not take tokens of a version."""
-        return self._age(version) + self._next - self._step > self._limit
+    def _age_of(self, making: Making) -> float:
+        return self._ages.oldest(making.group)
 
     def _end_stale(self, newest: int | None) -> None:
         """End what no step can take any more. An agent without a reply began under `newest`, or later."""
@@ -385,14 +360,7 @@ class Producer:
         """Cancel a group's live episodes that are too old, and run finished ones that are again."""
         if making.taken:
             return
-        for episode_id in list(making.live):
-            live = self._live.episodes.get(episode_id)
-            if live is None:
-                continue
-            if live.node == "agent" and live.oldest_version is None:
-                live.first_version = newest
-            if self._too_old(live.oldest_version):
-                live.cancel("stale")
+        making.cancel_stale(self._live, self._ages.too_old, newest)
         for number in self._discard_stale(making):
             if making.tasks is None:
                 making.missing.append(number)
@@ -404,19 +372,9 @@ class Producer:
 
     def _discard_stale(self, making: Making) -> list[int]:
         """Take the finished episodes that are too old out of a group; return their places."""
-        gone = making.discard(self._too_old)
+        gone = making.discard(self._ages.too_old)
         self.books.reject([record.episode_id for record in gone], "stale")
         return [member(record.episode_id) for record in gone]
-
-    def _give_up(self, making: Making, why: str) -> None:
-        """End a group that cannot be filled."""
-        making.ended = why
-        self._cancel(making, why)
-
-    def _cancel(self, making: Making, why: str) -> None:
-        for episode_id in list(making.live):
-            if (live := self._live.episodes.get(episode_id)) is not None:
-                live.cancel(why)
 
     # -- waiting
 
@@ -439,11 +397,3 @@ class Producer:
                     "`rollhook doctor` says what they wait for",
                     STALLED, self.books.in_flight,
                 )  # fmt: skip
-
-    async def _adapt(self) -> None:
-        """Let as many episodes run as the engines bear."""
-        adaptive = AdaptiveLimit(self._rollout.group_size, self._rollout.max_concurrent)
-        while True:
-            await self._sleep(INTERVAL)
-            self.slots.limit = adaptive.look(self._pressure())
-            self._changed.set()

@@ -29,6 +29,7 @@ class Slots:
     def limit(self, limit: int) -> None:
         self._limit = limit
         self._give()
+        self._changed()
 
     @property
     def free(self) -> int:
