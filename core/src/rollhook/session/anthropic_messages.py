@@ -51,9 +51,7 @@ class AnthropicMessages:
         for message in conversation(body):
             messages += _messages(message)
         tools = [_tool(tool) for tool in objects(body, "tools")]
-        choice = body.get("tool_choice")
-        if choice is not None and choice not in ({"type": "auto"}, *(() if tools else ({"type": "none"},))):
-            raise RefusedError(400, f"tool_choice {str(choice)[:100]} is not supported, only type auto")
+        _check_choice(body.get("tool_choice"), bool(tools))
         return ChatRequest(
             messages,
             tools or None,
@@ -252,6 +250,16 @@ def _call(block: Mapping[str, Any]) -> ToolCall:
         raise RefusedError(400, "a tool_use has id and name, which are text, and input, an object")
     arguments = json.dumps(given, ensure_ascii=False)
     return {"id": block["id"], "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _check_choice(choice: Any, tools: bool) -> None:
+    """Refuse what would be ignored: a choice that is forced, and calls that may not be parallel."""
+    if choice is None:
+        return
+    kinds = ("auto",) if tools else ("auto", "none")
+    free = isinstance(choice, dict) and not choice.get("disable_parallel_tool_use")
+    if not free or choice.get("type") not in kinds:
+        raise RefusedError(400, f"tool_choice {str(choice)[:100]} is not supported, only type auto")
 
 
 def _tool(tool: Mapping[str, Any]) -> ToolSchema:

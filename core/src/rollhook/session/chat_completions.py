@@ -11,7 +11,7 @@ import orjson
 
 from rollhook.agent import Reply
 from rollhook.engine.base import SamplingParams
-from rollhook.messages import Message
+from rollhook.messages import Message, ToolSchema
 from rollhook.reply.parser import Delta
 from rollhook.session.dialect import (
     ChatRequest,
@@ -54,7 +54,7 @@ class ChatCompletions:
         """Return what a body asks for; RefusedError for what it may not or cannot hold."""
         check_fields(body, _READ, _NEUTRAL, sampling)
         messages = [_message(message) for message in conversation(body)]
-        tools = objects(body, "tools")
+        tools = [_tool(tool) for tool in objects(body, "tools")]
         if (choice := body.get("tool_choice")) not in (None, "auto", *(() if tools else ("none",))):
             raise RefusedError(400, f"tool_choice {str(choice)[:100]!r} is not supported, only 'auto'")
         limit = whole(body, "max_completion_tokens", whole(body, "max_tokens", None, 2**31), 2**31)
@@ -139,6 +139,14 @@ class ChunkEvents:
     def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
         head = {"id": self._id, "object": "chat.completion.chunk", "created": self._created}
         return _data({**head, "model": self._request.model, "choices": choices, **more})
+
+
+def _tool(tool: dict[str, Any]) -> ToolSchema:
+    function = tool.get("function")
+    named = isinstance(function, dict) and isinstance(function.get("name"), str)
+    if tool.get("type", "function") != "function" or not named:
+        raise RefusedError(400, "every tool is of type function and its function has a name")
+    return tool
 
 
 def _id() -> str:
