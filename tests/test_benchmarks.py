@@ -16,6 +16,7 @@ ROWS = {
     "turn_cost": ("bare aiohttp loop", "rollhook, engine in the process", "open session of 30 turns"),
     "overlap": ("staleness limit 4", "staleness limit 1", "seed 0"),
     "decode": ("generate", "generate, cache kept", "engine, in the process", "engine, over HTTP"),
+    "workers": ("min_load, 1 worker", "min_load, 2 workers"),
     "sandbox": ("bare bubblewrap", "create, exec, close", "eight at once"),
     "cli": ("typer program: --help", "rollhook plugins", "rollhook check --site none"),
 }
@@ -33,6 +34,8 @@ def run(*argv: str | Path, cwd: Path) -> str:
 def test_a_quick_benchmark_prints_its_tables(name: str, tmp_path: Path) -> None:
     if name == "decode":
         pytest.importorskip("rollhook_torch.decode", reason="torch or transformers is not installed")
+    if name == "workers":
+        pytest.importorskip("ray", reason="needs ray: `python3 core test` installs it")
     if name == "sandbox":
         needs_part("bubblewrap")
     said = run(BENCHMARKS / f"{name}.py", "--quick", cwd=tmp_path)
