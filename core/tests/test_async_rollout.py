@@ -44,6 +44,7 @@ async def test_a_stale_group_is_made_anew_before_others_and_counts_once(held):
     assert not batch.rejected
     assert Counter(made.delivered).most_common(1)[0][1] == 1
     assert made.books.rejected == {"stale": 2}
+    assert batch_metrics(batch)["rollout/refills"] == 2
 
 
 async def test_a_dropped_stale_group_is_rejected_and_counts(held):

@@ -49,6 +49,8 @@ class Making:
         filled = {member(record.episode_id) for record in self.group.records}
         self.missing = [number for number in range(self.group.size) if number not in filled]
         self.tasks, self.lost, self.refills, self.stale, self.ended = None, 0, 0, False, False
+        if self.rounds:
+            self.group.refills += len(self.missing)
         self.rounds, self.began = self.rounds + 1, step
 
     def again(self) -> None:
