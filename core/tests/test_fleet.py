@@ -182,21 +182,20 @@ async def test_engines_are_probed_in_the_background_also_when_nobody_asks(direct
 
 
 async def test_no_engine_is_probed_during_a_weight_update(directory, engines):
-    once = []
+    slept = []
 
     async def sleep(seconds):
-        if seconds != 1.0 or once:
+        slept.append(seconds)
+        if slept.count(1.0) > 1 or seconds != 1.0:
             await asyncio.Event().wait()
-        once.append(seconds)
 
-    async with serving(
-        engines[0], directory=directory, limits=Limits(health_interval=1.0), sleep=sleep
-    ) as policy:
+    limits = Limits(health_interval=1.0)
+    async with serving(engines[0], directory=directory, limits=limits, sleep=sleep) as policy:
         policy.pause()
         engines[0].healthy = False
         policy.fleet.start()
-        while not once:
-            await asyncio.sleep(0)
+        while slept.count(1.0) < 2:
+            await asyncio.sleep(0.001)
         assert [entry.down for entry in policy.table] == [0]
 
 
@@ -403,6 +402,7 @@ async def test_a_worker_that_comes_back_starts_with_no_sessions_of_its_former_li
         policy.fleet.add([worker], version=1)
         assert policy.table.local_loads()[worker] == (0, 0)
         await session.chat([USER])
+        assert sum(count for count, _ in policy.table.local_loads().values()) == 1
         await session.close()
         assert {count for count, _ in policy.table.local_loads().values()} == {0}
 

@@ -272,6 +272,11 @@ def test_a_worker_that_joins_gets_its_share_and_then_nobody_moves():
     assert 2 <= counts[C] <= 4
     assert max(counts.values()) <= 1.25 * 4
     assert [turn_of_all(chain, table, WORKERS) for _ in range(3)] == [0, 0, 0]
+    for number in range(3):
+        counts = Counter(table.values())
+        table[f"new{number}"] = ask(chain, f"new{number}", [WorkerLoad(w, counts[w]) for w in WORKERS])
+    assert turn_of_all(chain, table, WORKERS) == 0
+    assert not chain.each_turn, "with its share it is no newcomer any more"
 
 
 def test_the_first_workers_are_no_newcomers():
@@ -491,6 +496,10 @@ def test_the_longest_unused_is_forgotten_first_and_a_leaf_before_what_it_starts_
         tree.add(ids, worker)
         assert len(tree) <= most
         assert tree.match(ids).get(worker, 0) == min(len(ids), most)
+        reached = {
+            tuple(each[: n + 1]) for each, _ in sent for n in range(max(tree.match(each).values(), default=0))
+        }
+        assert len(reached) == len(tree), "all that is remembered can be found"
 
 
 events = st.lists(
