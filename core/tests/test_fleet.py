@@ -199,6 +199,17 @@ async def test_no_engine_is_probed_during_a_weight_update(directory, engines):
         assert [entry.down for entry in policy.table] == [0]
 
 
+async def test_a_watch_that_breaks_is_told(directory, engines, caplog):
+    async def sleep(seconds):
+        raise RuntimeError("no sleep")
+
+    async with serving(engines[0], directory=directory, sleep=sleep) as policy:
+        policy.fleet.start()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    assert "the engines are not probed any more: no sleep" in caplog.text
+
+
 async def test_ranks_of_an_engine_share_its_probes(directory, renderer):
     engine = FakeEngine(says(renderer, "x"), dp_size=4)
     async with serving(engine, directory=directory) as policy:

@@ -164,6 +164,8 @@ class Fleet:
             health.watch_loads(limits.load_interval, self._sleep),
         ]
         self._watching = [asyncio.ensure_future(watch) for watch in watches]
+        for task in self._watching:
+            task.add_done_callback(_tell_failure)
 
     async def check_health(self) -> None:
         """Ask the workers that are out for their health; those that serve the current version come back."""
@@ -259,3 +261,8 @@ class Fleet:
             if await revive(Worker(url)):
                 self.health.trust(url)
         await self.check_health()
+
+
+def _tell_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("the engines are not probed any more: %s", error, exc_info=error)
