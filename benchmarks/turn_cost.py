@@ -34,6 +34,7 @@ from rollhook.agent import Agent, AgentContext, StopReason
 from rollhook.component import Config
 from rollhook.engine.base import Generation, GenerationRequest, SamplingParams
 from rollhook.engine.client import EngineClient
+from rollhook.engine.server_info import RankLoad
 from rollhook.engine.streaming import TokenSink
 from rollhook.environment import (
     Environment,
@@ -71,6 +72,12 @@ class Coroutine:
     ) -> Generation:
         await asyncio.sleep(0)
         return Generation(mock_engine.IDS, mock_engine.LOGPROBS, "stop", weight_version=1)
+
+    async def health(self, worker: Worker) -> bool:
+        return True
+
+    async def load(self, worker: Worker) -> list[RankLoad]:
+        return []
 
     async def aclose(self) -> None:
         pass
