@@ -49,6 +49,22 @@ async def test_the_next_attempt_goes_on(tmp_path, point, hit):
     assert_whole(rig)
 
 
+@pytest.mark.parametrize(
+    "rollout",
+    [
+        {"max_staleness": None, "submission": "group"},
+        {"max_staleness": 2, "fill": True, "min_group": 2, "unused": "drop", "buffer_groups": 2},
+    ],
+    ids=["no limit", "full steps"],
+)
+async def test_the_next_attempt_goes_on_however_groups_are_made(tmp_path, rollout):
+    rig = rig_of(tmp_path, rollout=rollout)
+    await asyncio.to_thread(rig.die, "checkpoint.before_marker", 2)
+    result = await rig.drive()
+    assert (result.status, result.steps) == ("succeeded", STEPS)
+    assert_whole(rig)
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("point", [name for name in failpoints.NAMES if HITS[name]])
