@@ -15,6 +15,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 ROWS = {
     "turn_cost": ("bare aiohttp loop", "rollhook, engine in the process", "open session of 30 turns"),
     "overlap": ("staleness limit 4", "staleness limit 1", "seed 0"),
+    "router": ("direct", "a call in the process", "rollhook router: prefix_cache"),
     "decode": ("generate", "generate, cache kept", "engine, in the process", "engine, over HTTP"),
     "workers": ("min_load, 1 worker", "min_load, 2 workers"),
     "sandbox": ("bare bubblewrap", "create, exec, close", "eight at once"),
