@@ -21,7 +21,7 @@ from rollhook.runtime import remote_worker, rollout_workers, worker_host
 from rollhook.runtime.episode import EpisodeRequest
 from rollhook.runtime.live import Live
 from rollhook.runtime.live_file import snapshot
-from rollhook.runtime.mirror import merged
+from rollhook.runtime.mirror import merged, total_stats
 from rollhook.runtime.parts import share_of
 from rollhook.runtime.peer import Peer
 from rollhook.session.workers import Entry
@@ -133,6 +133,22 @@ async def test_a_run_whose_workers_all_die_again_and_again_says_so(tmp_path, mon
     with pytest.raises(
         RunError, match=r"every rollout worker died 2 times in a row; their logs are in .*logs"
     ):
+        await driving
+    assert rig.sandboxes() == []
+
+
+async def test_what_keeps_workers_from_being_replaced_ends_the_run(tmp_path, monkeypatch):
+    async def fail(self, number):
+        raise RuntimeError("the cluster is gone")
+
+    cluster = FakeCluster()
+    rig, gate = gated(tmp_path)
+    driving = asyncio.ensure_future(rig.drive(cluster=cluster))
+    await until(lambda: len(list(gate.iterdir())) == 8, driving)
+    monkeypatch.setattr(rollout_workers.RolloutWorkers, "_start", fail)
+    for each in _all(cluster):
+        each.die()
+    with pytest.raises(RuntimeError, match="the cluster is gone"):
         await driving
     assert rig.sandboxes() == []
 
@@ -374,6 +390,6 @@ def test_the_counts_of_several_pools_are_those_of_one():
         {"sandbox/creates": 1.0, "sandbox/create_seconds_mean": 5.0, "sandbox/live": 1.0},
         {},
     ]
-    assert rollout_workers._summed(pools) == {
+    assert total_stats(pools) == {
         "sandbox/creates": 4.0, "sandbox/create_seconds_mean": 2.0, "sandbox/live": 3.0,
     }  # fmt: skip

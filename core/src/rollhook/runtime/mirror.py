@@ -114,3 +114,27 @@ def merged(tables: Iterable[Sequence[Entry]]) -> list[Entry]:
         known.version = min(known.version, entry.version)
         known.queue_seconds = max(known.queue_seconds, entry.queue_seconds)
     return list(found.values())
+
+
+def total_loads(each: Iterable[Mapping[Worker, tuple[int, int]]]) -> dict[Worker, tuple[int, int]]:
+    """Return the loads, (open sessions, tokens in flight) of each engine worker, of several processes."""
+    total: dict[Worker, tuple[int, int]] = {}
+    for loads in each:
+        for worker, (sessions, tokens) in loads.items():
+            before = total.get(worker, (0, 0))
+            total[worker] = (before[0] + sessions, before[1] + tokens)
+    return total
+
+
+def total_stats(stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the stats of several sandbox pools as those of one: counts summed, means weighted."""
+    weights = {
+        "sandbox/create_seconds_mean": "sandbox/creates", "sandbox/wait_seconds_mean": "sandbox/acquired",
+    }  # fmt: skip
+    names = dict.fromkeys(name for each in stats for name in each)
+    found = {name: sum(each.get(name, 0.0) for each in stats) for name in names}
+    for name, count in weights.items():
+        if name in found:
+            total = sum(each.get(name, 0.0) * each.get(count, 0.0) for each in stats)
+            found[name] = total / max(1.0, found[count])
+    return found

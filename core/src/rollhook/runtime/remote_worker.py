@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rollhook.errors import RollhookError
+from rollhook.failures import one_line
 from rollhook.router import Worker
 from rollhook.runtime.live import LiveEpisode
 from rollhook.runtime.mirror import reflect
@@ -19,6 +20,8 @@ from rollhook.runtime.worker_host import Seen, WorkerSpec
 if TYPE_CHECKING:
     from rollhook.cluster import Cluster, Remote
     from rollhook.runtime.episode import EpisodeRequest, EpisodeResult
+
+logger = logging.getLogger(__name__)
 
 #: seconds that one poll waits for something to be said
 POLL_SECONDS = 0.2
@@ -134,6 +137,9 @@ class RemoteWorker:
             self._lose(str(errors.exceptions[0]))
         except* TimeoutError:
             self._lose(f"said nothing for {SILENCE:g} s")
+        except* Exception as errors:
+            logger.exception("what rollout worker %d says cannot be carried", self.number)
+            self._lose(one_line(errors.exceptions[0]))
 
     async def _receive(self) -> None:
         while True:

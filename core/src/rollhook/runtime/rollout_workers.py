@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from rollhook.records import EpisodeRecord, Outcome
 from rollhook.router import Worker
 from rollhook.runtime.episode import EpisodeRequest, EpisodeResult, Runner
 from rollhook.runtime.live import Live, LiveEpisode
-from rollhook.runtime.mirror import begin_anew, merged
+from rollhook.runtime.mirror import begin_anew, merged, total_loads, total_stats
 from rollhook.runtime.orphans import Orphans
 from rollhook.runtime.remote_worker import RemoteWorker, WorkerLostError
 from rollhook.runtime.worker_host import LOADS_INTERVAL, WorkerSpec
@@ -101,8 +101,8 @@ class RolloutWorkers:
         self._engines, self._revive = (list(workers), version), revive
         for worker in self._workers:
             worker.url = await worker.peer.ask("open_policy", *self._engines)
-            self._keepers.append(asyncio.ensure_future(self._keep(worker)))
-        self._keepers.append(asyncio.ensure_future(self._exchange_loads()))
+            self._in_background(self._keep(worker))
+        self._in_background(self._exchange_loads())
         self._moved()
 
     @property
@@ -153,7 +153,7 @@ class RolloutWorkers:
 
     def sandbox_stats(self) -> dict[str, float]:
         """Return the counts of all pools together, as metrics."""
-        return _summed([*self._past, *(worker.seen.sandboxes for worker in self._workers)])
+        return total_stats([*self._past, *(worker.seen.sandboxes for worker in self._workers)])
 
     def router_stats(self) -> dict[str, float]:
         """Return the routing's figures between the two newest weight updates, as metrics."""
@@ -166,9 +166,12 @@ class RolloutWorkers:
     async def free(self) -> RemoteWorker:
         """Return the worker with the fewest episodes, waiting while there is none.
 
-        Raises RunError once all have been given up.
+        Raises RunError once all have been given up, and what keeps others from being started.
         """
         while not self._workers:
+            for keeper in self._keepers:
+                if keeper.done() and not keeper.cancelled() and (error := keeper.exception()) is not None:
+                    raise error
             if self._given_up == self._count:
                 raise RunError(
                     f"every rollout worker died {MOST_DEATHS} times in a row; their logs are in "
@@ -229,6 +232,11 @@ class RolloutWorkers:
             self._orphans.take(worker.leases.values())
 
     # -- workers that come and go
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        keeper = asyncio.ensure_future(work)
+        keeper.add_done_callback(lambda _: self._changed.set())
+        self._keepers.append(keeper)
 
     async def _start(self, number: int) -> RemoteWorker:
         spec = WorkerSpec(
@@ -308,7 +316,7 @@ class RolloutWorkers:
         while True:
             await asyncio.sleep(LOADS_INTERVAL)
             for worker in self._workers:
-                others = _loads(other.loads for other in self._workers if other is not worker)
+                others = total_loads(other.loads for other in self._workers if other is not worker)
                 if others != told.get(worker, {}):
                     told[worker] = others
                     worker.peer.tell("remote_loads", others)
@@ -370,26 +378,3 @@ class _RemoteRunner:
             if not live.cancelled or task is None or task.uncancel() > 0:
                 raise
         return None if live.cancelled else worker
-
-
-def _loads(each: Iterable[Mapping[Worker, tuple[int, int]]]) -> dict[Worker, tuple[int, int]]:
-    total: dict[Worker, tuple[int, int]] = {}
-    for loads in each:
-        for worker, (sessions, tokens) in loads.items():
-            before = total.get(worker, (0, 0))
-            total[worker] = (before[0] + sessions, before[1] + tokens)
-    return total
-
-
-def _summed(stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the stats of several pools as those of one: counts summed, means weighted."""
-    weights = {
-        "sandbox/create_seconds_mean": "sandbox/creates", "sandbox/wait_seconds_mean": "sandbox/acquired",
-    }  # fmt: skip
-    names = dict.fromkeys(name for each in stats for name in each)
-    found = {name: sum(each.get(name, 0.0) for each in stats) for name in names}
-    for name, count in weights.items():
-        if name in found:
-            total = sum(each.get(name, 0.0) * each.get(count, 0.0) for each in stats)
-            found[name] = total / max(1.0, found[count])
-    return found
