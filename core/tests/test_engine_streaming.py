@@ -221,3 +221,17 @@ async def test_a_stream_outside_the_protocol_is_an_engine_error(client):
         engine.mangle = lambda answer: {"meta_info": {"completion_tokens": 7}}
         with pytest.raises(EngineError, match="outside the protocol"):
             await client.generate(engine.worker, REQUEST, lambda ids: None)
+
+
+@pytest.mark.parametrize("reason", [None, {"type": "abort"}], ids=["cut", "aborted"])
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [([["nan", 7]], "not finite"), ([["-inf", 7]], "not finite"), ([[-0.5, 7]] * 5, "at most 4")],
+    ids=["nan", "inf", "too many"],
+)
+async def test_what_is_kept_of_an_unfinished_stream_is_checked_too(client, reason, rows, told):
+    async with FakeEngine(scripted([])) as engine:
+        engine.mangle = lambda answer: chunk(rows, len(rows), reason)
+        with pytest.raises(EngineError, match=told) as caught:
+            await client.generate(engine.worker, REQUEST, lambda ids: None)
+    assert not isinstance(caught.value, CutStreamError)

@@ -20,7 +20,7 @@ from rollhook.engine.server_info import (
     parse_loads,
     parse_server_info,
 )
-from rollhook.engine.streaming import TokenSink, read_generation
+from rollhook.engine.streaming import CutStreamError, TokenSink, read_generation
 from rollhook.errors import EngineError, Kind
 from rollhook.router import Worker
 
@@ -77,10 +77,12 @@ class EngineClient:
         if request.cache_key is not None:
             body["extra_key"] = request.cache_key
         try:
-            generation = await self._generation(worker, body, on_tokens)
-            if len(generation.token_ids) > request.sampling.max_new_tokens:
-                count, most = len(generation.token_ids), request.sampling.max_new_tokens
-                raise ValueError(f"{count} tokens where at most {most} were asked for")
+            try:
+                generation = await self._generation(worker, body, on_tokens)
+            except CutStreamError as cut:
+                _check_count(cut.partial, request)
+                raise
+            _check_count(generation, request)
             return generation
         except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
             raise _outside(worker, "/generate", error) from error
@@ -287,6 +289,12 @@ class EngineClient:
 
 class AbsentError(EngineError):
     """The engine has no such endpoint."""
+
+
+def _check_count(generation: Generation, request: GenerationRequest) -> None:
+    count, most = len(generation.token_ids), request.sampling.max_new_tokens
+    if count > most:
+        raise ValueError(f"{count} tokens where at most {most} were asked for")
 
 
 def _decoded(raw: bytes) -> Any:

@@ -58,7 +58,9 @@ def parse_generation(data: Any) -> Generation:
     logprobs = [float(row[0]) for row in rows]
     ids = [int(row[1]) for row in rows]
     if kind != "abort":
-        _check_tokens(data, meta, ids, logprobs)
+        _check_tokens(data, meta, ids)
+    if not all(math.isfinite(logprob) for logprob in logprobs):
+        raise ValueError("a log-probability is not finite")
     numbers = _versions(meta.get("weight_versions"), len(ids))
     last = version_number(meta.get("weight_version"))
     _check_range("token id", ids)
@@ -93,12 +95,10 @@ def _versions(reported: Any, count: int) -> list[int] | None:
     return None if None in numbers else [number for number in numbers if number is not None]
 
 
-def _check_tokens(data: Any, meta: Any, ids: list[int], logprobs: list[float]) -> None:
+def _check_tokens(data: Any, meta: Any, ids: list[int]) -> None:
     count = meta["completion_tokens"]
     if len(ids) != count:
         raise ValueError(f"{len(ids)} log-probabilities for {count} completion tokens")
-    if not all(math.isfinite(logprob) for logprob in logprobs):
-        raise ValueError("a log-probability is not finite")
     output = data.get("output_ids")
     if output is not None and list(output) != ids:
         raise ValueError("output_ids are not the ids of output_token_logprobs")
