@@ -14,6 +14,7 @@ import typer
 
 if TYPE_CHECKING:
     from rollhook.router_server.server import RouterServer
+    from rollhook.routing import Chain
 
 
 def router(  # noqa: PLR0913, PLR0917 - the options of a command
@@ -80,14 +81,8 @@ def router(  # noqa: PLR0913, PLR0917 - the options of a command
         rollhook router --worker http://10.0.0.7:30000 --worker http://10.0.0.8:30000
         rollhook router --policy prefix_cache --host 0.0.0.0 --token env:ROUTER_TOKEN
     """
-    from rollhook import plugins
-    from rollhook.cli.keys import parse_keys
-    from rollhook.component import BuildContext
-    from rollhook.packs import cache_directory
     from rollhook.router_server.server import RouterOptions, RouterServer
-    from rollhook.routing import build_chain, chain_names
 
-    loaded = plugins.load([("router", name) for name in chain_names(policy)])
     options = RouterOptions(
         host=host,
         port=port,
@@ -104,9 +99,21 @@ def router(  # noqa: PLR0913, PLR0917 - the options of a command
     )
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     with tempfile.TemporaryDirectory(prefix="rollhook-router-") as scratch:
-        context = BuildContext(logging.getLogger("rollhook.router"), Path(scratch), cache_directory(), seed)
-        chain = build_chain(policy, parse_keys(keys), loaded, context)
+        chain = _chain(policy, keys, seed, Path(scratch))
         asyncio.run(_serve(RouterServer(chain, options, worker or [])))
+
+
+def _chain(policy: str, keys: list[str] | None, seed: int, scratch: Path) -> Chain:
+    """Build the policies of a chain, each with its keys."""
+    from rollhook import plugins
+    from rollhook.cli.keys import parse_keys
+    from rollhook.component import BuildContext
+    from rollhook.packs import cache_directory
+    from rollhook.routing import build_chain, chain_names
+
+    loaded = plugins.load([("router", name) for name in chain_names(policy)])
+    context = BuildContext(logging.getLogger("rollhook.router"), scratch, cache_directory(), seed)
+    return build_chain(policy, parse_keys(keys), loaded, context)
 
 
 async def _serve(server: RouterServer) -> None:
