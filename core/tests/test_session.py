@@ -1,6 +1,7 @@
 """Sessions over a fake engine: exact tokens, budgets before generation, races, clocks and failing workers."""
 
 import asyncio
+import threading
 
 import pytest
 from hypothesis import given, settings
@@ -148,11 +149,46 @@ async def test_without_room_nothing_is_generated(directory, renderer, short):
     assert not session.leaves()
 
 
+async def test_more_messages_than_tokens_are_past_the_budget_before_they_are_looked_at(directory, renderer):
+    async with serving(FakeEngine(), directory=directory) as policy:
+        session = open_session(policy, max_seq_len=99)
+        reply = await session.chat([USER] * 99 + [None])
+        assert (reply.finish_reason, reply.completion_tokens, reply.tokens_left) == ("length", 0, 0)
+        assert not session.leaves()
+
+
 async def test_the_models_context_bounds_a_session(directory, renderer):
     prompt = len(renderer.first([USER]))
     engine = FakeEngine(lambda ids, params: [5] * 1000)
     async with serving(engine, directory=directory, context_length=prompt + 3) as policy:
         assert (await open_session(policy).chat([USER])).completion_tokens == 3
+
+
+LONG = "x" * 40_000
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": f'{{"a": "{LONG}"}}'}}
+
+
+@pytest.mark.parametrize(
+    ("messages", "tools", "elsewhere"),
+    [
+        ([USER], None, False),
+        ([{**USER, "content": LONG}], None, True),
+        ([USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}, USER], None, True),
+        ([{**USER, "content": ""}] * 2000, None, True),
+        ([USER], [{"type": "function", "function": {"name": "f", "description": LONG}}], True),
+    ],
+    ids=["short", "content", "arguments", "many messages", "tools"],
+)
+async def test_what_is_long_is_not_rendered_on_the_loop(
+    directory, renderer, monkeypatch, messages, tools, elsewhere
+):
+    first, threads = Renderer.first, []
+    async with serving(FakeEngine(says(renderer, "hi")), directory=directory) as policy:
+        record = lambda self, *given: threads.append(threading.current_thread()) or first(self, *given)  # noqa: E731
+        monkeypatch.setattr(Renderer, "first", record)
+        session = policy.open("s", max_seq_len=100_000, reply_tokens=10, turns=1)
+        await session.chat(messages, tools=tools)
+    assert [thread is not threading.main_thread() for thread in threads] == [elsewhere]
 
 
 async def test_no_turn_is_generated_beyond_the_limit(directory, renderer):

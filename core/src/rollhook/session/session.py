@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from rollhook.session.policy import PolicyClient
     from rollhook.session.turn import Clock, Turn
 
-# longer texts are tokenised on a thread, so that the loop is not held up
+# longer requests are rendered and tokenised on a thread, so that the loop is not held up
 _LONG_TEXT = 32_768
 
 
@@ -124,6 +124,8 @@ class Session:
         run out, EngineError when the engines give no answer.
         """
         self._calls.check_open()
+        if len(messages) > self.max_seq_len:  # not a token for each
+            return nothing(len(messages), self.max_seq_len)
         keys = [message_key(checked(message)) for message in messages]
         parent = self._attach(keys, digest := _json(list(tools)).decode() if tools else "")
         appended = messages if parent is None else messages[parent.message_count :]
@@ -221,7 +223,7 @@ class Session:
                 last_token=completion[-1] if completion else None,
                 tools=request.tools,
             )
-        size = sum(len(message.get("content") or "") for message in request.appended)
+        size = len(request.text) + (len(request.tools_text) if request.parent is None else 0)
         return array("i", await asyncio.to_thread(work) if size > _LONG_TEXT else work())
 
     def _commit(
