@@ -1,6 +1,7 @@
 """The HTTP face of sessions: the same Session object, and the right status for whatever comes in."""
 
 import asyncio
+import zlib
 from contextlib import asynccontextmanager
 
 import aiohttp
@@ -210,6 +211,7 @@ async def test_bodies_that_are_no_json_object_are_refused(face, raw, told):
         ({"session_id": "a/b"}, "session_id"),
         ({"session_id": 7}, "session_id"),
         ({"session_id": ""}, "session_id"),
+        ({"session_id": ".."}, "session_id"),
         ({"max_seq_len": 10**9}, "max_seq_len"),
         ({"turns": -1}, "turns"),
         ({"temperature": "hot"}, "temperature"),
@@ -336,11 +338,28 @@ async def test_a_body_of_another_type_is_refused(face, kind):
         assert "must be application/json" in error["error"]["message"]
 
 
-async def test_a_body_that_is_not_compressed_as_it_says_is_refused(face):
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "zstd", "other"])
+async def test_a_compressed_body_is_refused_as_it_came(face, encoding):
     session = await face.session()
-    headers = {**JSON, "Content-Encoding": "gzip"}
-    status, _ = await face.call("POST", session + CHAT, data=b"no gzip", headers=headers)
-    assert status == 400
+    body = zlib.compress(b" " * (100 << 20), 1)
+    headers = {**JSON, "Content-Encoding": encoding}
+    status, error = await face.call("POST", session + CHAT, data=body, headers=headers)
+    assert status == 415
+    assert "must not be compressed" in error["error"]["message"]
+
+
+async def test_a_body_that_does_not_come_is_not_waited_for(engine, directory):
+    async with facing(engine, directory, stall=0.05) as face:
+        session = await face.session()
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(face.gateway.url.rpartition(":")[2]))
+        writer.write(
+            f"POST {session}{CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            "Content-Length: 100\r\n\r\n{".encode()
+        )
+        assert b"408" in await reader.readline()
+        writer.close()
+        await writer.wait_closed()
+        assert (await face.chat(session, USER))[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -452,6 +471,54 @@ async def test_the_number_of_sessions_is_bounded(engine, directory):
     async with facing(engine, directory, max_sessions=1) as face:
         await face.session()
         assert (await face.call("POST", "/sessions"))[0] == 429
+
+
+async def test_sessions_that_nobody_uses_are_closed(engine, directory):
+    time = [0.0]
+    async with facing(engine, directory, now=lambda: time[0]) as face:
+        idle, asked, looked_at = [await face.session() for _ in range(3)]
+        face.policy.open("of an episode", max_seq_len=100, reply_tokens=10, turns=1)
+        time[0] = 60.0
+        await face.chat(asked, USER)
+        await face.call("GET", looked_at)
+        time[0] = 100.0
+        await face.gateway.close_idle(100.0)
+        assert (await face.call("GET", idle))[0] == 404
+        assert (await face.call("GET", asked))[0] == 200
+        assert len(face.policy.sessions) == 3
+        time[0] = 199.0
+        await face.gateway.close_idle(100.0)
+        assert len(face.policy.sessions) == 2
+        time[0] = 1000.0
+        await face.gateway.close_idle(100.0)
+        assert list(face.policy.sessions) == ["of an episode"]
+
+
+async def test_a_session_in_use_and_the_next_one_of_its_id_are_kept(engine, directory):
+    time = [0.0]
+    async with facing(engine, directory, now=lambda: time[0]) as face:
+        session = await face.session(session_id="s")
+        engine.hold()
+        call = asyncio.ensure_future(face.chat(session, USER))
+        await engine.until(lambda: engine.running == 1)
+        time[0] = 1000.0
+        await face.gateway.close_idle(100.0)
+        await engine.release()
+        assert (await call)[0] == 200
+        await face.gateway.close_idle(100.0)
+        inner = face.policy.sessions["s"]
+        await inner.close()
+        face.policy.open("s", max_seq_len=100, reply_tokens=10, turns=1)
+        time[0] = 5000.0
+        await face.gateway.close_idle(100.0)
+        assert list(face.policy.sessions) == ["s"]
+
+
+async def test_the_gateway_looks_for_idle_sessions_by_itself(engine, directory):
+    async with facing(engine, directory, idle_ttl=0.01) as face:
+        await face.session()
+        while face.policy.sessions:
+            await asyncio.sleep(0.001)
 
 
 async def test_a_token_is_required_where_there_is_one(engine, directory):

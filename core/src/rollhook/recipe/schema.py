@@ -315,6 +315,10 @@ class Gateway(_Section):
             "(thin), whose tokens are kept all the same"
         ),
     ] = "strict"
+    idle_ttl: Annotated[
+        PositiveFloat | None,
+        Field(description="seconds without a request after which a session opened over HTTP is closed"),
+    ] = 3600.0
 
 
 class Recipe(_Section):

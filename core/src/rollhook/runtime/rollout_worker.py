@@ -109,6 +109,7 @@ class RolloutWorker:
             defaults=SessionDefaults(
                 budgets.max_seq_len, budgets.reply_tokens, budgets.turns, sampling_of(self._recipe)
             ),
+            idle_ttl=settings.idle_ttl,
         )
         self._stack.push_async_callback(gateway.stop)
         await gateway.start()

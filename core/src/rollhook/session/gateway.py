@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hmac
 import ipaddress
 import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 from uuid import uuid4
+from weakref import WeakKeyDictionary
 
 import orjson
 from aiohttp import web
@@ -54,9 +58,10 @@ class Gateway:
     """Serves `/sessions...` of one policy; the base URL of a session is what a client is given.
 
     `token` is the secret itself, resolved by the caller from its reference; without one, only a loopback
-    address may be bound. Bodies over `max_body` bytes are refused. A client that goes away during a
-    reply, or does not read its stream for `stall` seconds, ends it: the request is aborted at the engine and
-    nothing is committed.
+    address may be bound. Bodies over `max_body` bytes are refused, and those that take `stall` seconds to
+    come. A client that goes away during a reply, or does not read its stream for `stall` seconds, ends it:
+    the request is aborted at the engine and nothing is committed. A session that was opened here is closed
+    when it has had no request for `idle_ttl` seconds (None: never).
     """
 
     def __init__(
@@ -70,6 +75,8 @@ class Gateway:
         max_body: int = 16 << 20,
         max_sessions: int = 16384,
         stall: float = 60.0,
+        idle_ttl: float | None = 3600.0,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         if token is None and not _loopback(bind):
             raise UsageError(
@@ -83,6 +90,11 @@ class Gateway:
         self._max_body = max_body
         self._max_sessions = max_sessions
         self._stall = stall
+        self._idle_ttl = idle_ttl
+        self._now = now
+        #: sessions that were opened here, and when each was used last
+        self._used: WeakKeyDictionary[PolicySession, float] = WeakKeyDictionary()
+        self._expiry: asyncio.Task[None] | None = None
         self._runner: web.AppRunner | None = None
         self.url = ""
 
@@ -104,14 +116,24 @@ class Gateway:
 
     async def start(self) -> None:
         """Listen; `url` says where."""
-        self._runner = web.AppRunner(self.app(), handler_cancellation=True, shutdown_timeout=1.0)
+        # without auto_decompress a small body cannot become a huge one before anybody has looked at it
+        self._runner = web.AppRunner(
+            self.app(), handler_cancellation=True, shutdown_timeout=1.0, auto_decompress=False
+        )
         await self._runner.setup()
         await web.TCPSite(self._runner, self._bind, self._port).start()
         host, port = self._runner.addresses[0][:2]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        if self._idle_ttl is not None:
+            self._expiry = asyncio.create_task(self._expire(self._idle_ttl))
 
     async def stop(self) -> None:
         """Stop listening; sessions stay open. Safe to call twice."""
+        if self._expiry is not None:
+            self._expiry.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._expiry
+            self._expiry = None
         if self._runner is not None:
             runner, self._runner = self._runner, None
             await runner.cleanup()
@@ -142,6 +164,7 @@ class Gateway:
             turns=whole(body, "turns", defaults.turns, defaults.turns),
             seed=whole(body, "seed", None, 2**63 - 1, least=0),
         )
+        self._used[session] = self._now()
         return _json({"session_id": session.id}, 201)
 
     async def _show(self, request: web.Request) -> web.Response:
@@ -176,11 +199,36 @@ class Gateway:
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session, dialect = self._session(request), _dialect(request)
         chat = dialect.request(await self._body(request), session.sampling)
-        if chat.stream:
-            return await stream_reply(request, session, chat, dialect.events(chat), stall=self._stall)
-        reply = await session.chat(chat.messages, tools=chat.tools, max_tokens=chat.max_tokens)
+        try:
+            if chat.stream:
+                return await stream_reply(request, session, chat, dialect.events(chat), stall=self._stall)
+            reply = await session.chat(chat.messages, tools=chat.tools, max_tokens=chat.max_tokens)
+        finally:
+            self._touch(session)
         left = Left(session.turns_left, reply.tokens_left)
         return _json(dialect.reply(chat, reply, left), headers=left.headers())
+
+    # -- sessions that nobody uses
+
+    async def close_idle(self, idle_ttl: float) -> None:
+        """Close the sessions opened here that have had no request for `idle_ttl` seconds."""
+        for session, used in list(self._used.items()):
+            is_open = self._policy.sessions.get(session.id) is session
+            if is_open and not session.waits_for and self._now() - used >= idle_ttl:
+                log.info("session %s had no request for %g s and is closed", session.id, idle_ttl)
+                await session.close()
+
+    async def _expire(self, idle_ttl: float) -> None:
+        while True:
+            await asyncio.sleep(min(60.0, idle_ttl / 4))
+            try:
+                await self.close_idle(idle_ttl)
+            except Exception:  # a router policy may fail at the end of a session
+                log.exception("sessions that nobody uses could not be closed")
+
+    def _touch(self, session: PolicySession) -> None:
+        if session in self._used:
+            self._used[session] = self._now()
 
     # -- around them
 
@@ -219,13 +267,19 @@ class Gateway:
         session = self._policy.sessions.get(session_id)
         if session is None:
             raise RefusedError(404, f"session {session_id!r} is unknown or closed")
+        self._touch(session)
         return session
 
     async def _body(self, request: web.Request, *, empty_ok: bool = False) -> dict[str, Any]:
         if (request.content_length or 0) > self._max_body:
             raise RefusedError(413, f"the body is larger than {self._max_body} bytes")
+        if request.headers.get("Content-Encoding", "identity") != "identity":
+            raise RefusedError(415, "the body must not be compressed")
         try:
-            raw = await request.read()
+            async with asyncio.timeout(self._stall):
+                raw = await request.read()
+        except TimeoutError:
+            raise RefusedError(408, f"the body did not come within {self._stall:g} s") from None
         except web.RequestPayloadError as error:
             raise RefusedError(400, f"the body cannot be read: {error}") from None
         if empty_ok and not raw.strip():
@@ -253,6 +307,8 @@ def _loopback(bind: str) -> bool:
 
 
 def _plain(session_id: str) -> bool:
+    if session_id in (".", ".."):  # clients take them out of a path
+        return False
     return 0 < len(session_id) <= 200 and all(
         c.isascii() and (c.isalnum() or c in "._:-") for c in session_id
     )
