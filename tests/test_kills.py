@@ -6,9 +6,9 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
+from killing import processes_of, wait_until_gone
 from safetensors.numpy import load_file
 from surviving import assert_survived
 
@@ -102,26 +102,6 @@ def kill(tmp_path, process, victim, rng):
     return f"{pause:.2f} s after {event} number {count}"
 
 
-def processes_of(tmp_path, victim):
-    """Return the processes whose output goes to the log of an engine, the trainer or a rollout worker."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            log = Path(os.readlink(path / "fd/1"))
-            command = (path / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if log.is_relative_to(tmp_path):
-            is_of = {
-                "engine": b"rollhook_torch.server" in command,
-                "trainer": log.name == "trainer.log",
-                "worker": log.name.startswith("rollout-worker-") and command.startswith(b"ray::"),
-            }
-            if is_of[victim]:
-                found.append(int(path.name))
-    return found
-
-
 def steps_of_the_optimizer(run):
     """Return how many steps the newest checkpoint's optimizer has done, of each of its parameters."""
     tensors = load_file(CheckpointStore(run.checkpoints).newest().path / "optimizer.safetensors")
@@ -139,23 +119,3 @@ def rollhook(tmp_path, *words):
 def end(process):
     output, _ = process.communicate(timeout=200)
     return output, process.returncode
-
-
-def wait_until_gone(tmp_path, seconds=20):
-    """Return the processes that still speak of this run's directory after a while."""
-    deadline = time.monotonic() + seconds
-    while (left := leftovers(tmp_path)) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    return left
-
-
-def leftovers(tmp_path):
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            argv = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        if str(tmp_path) in argv and int(path.parent.name) != os.getpid():
-            found.append(argv)
-    return found
