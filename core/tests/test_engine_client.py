@@ -350,6 +350,13 @@ async def test_an_answer_outside_the_protocol_is_an_engine_error(engine, client,
     assert caught.value.kind == "infrastructure"
 
 
+@pytest.mark.parametrize("answer", [None, [], "text", {"logprob": float("inf")}])
+async def test_an_answer_that_is_no_json_object_is_called_that(engine, client, answer):
+    engine.mangle = lambda _: answer
+    with pytest.raises(EngineError, match="ValueError: the answer is not a JSON object"):
+        await client.generate(engine.worker, REQUEST)
+
+
 async def test_an_aborted_request_needs_no_tokens(engine, client):
     engine.mangle = lambda answer: {"meta_info": {"finish_reason": {"type": "abort"}}}
     assert (await client.generate(engine.worker, REQUEST)).finish_reason == "abort"

@@ -45,6 +45,8 @@ def parse_generation(data: Any) -> Generation:
 
     Raises ValueError, KeyError, IndexError or TypeError when it breaks the protocol.
     """
+    if not isinstance(data, dict):
+        raise ValueError("the answer is not a JSON object")
     meta = data["meta_info"]
     reason = meta["finish_reason"]
     kind = str(reason["type"]) if isinstance(reason, dict) else str(reason)
