@@ -210,6 +210,14 @@ async def test_a_watch_that_breaks_is_told(directory, engines, caplog):
     assert "the engines are not probed any more: no sleep" in caplog.text
 
 
+async def test_all_who_wait_for_a_worker_share_one_probe_of_it(directory, engines):
+    async with serving(engines[0], directory=directory) as policy:
+        policy.set_version(1, failed={engines[0].worker})
+        await asyncio.gather(*(policy.check_health() for _ in range(20)))
+        assert [entry.up for entry in policy.table] == [1]
+        assert offered(policy) == [], "twenty that ask at once are no twenty probes in a row"
+
+
 async def test_ranks_of_an_engine_share_its_probes(directory, renderer):
     engine = FakeEngine(says(renderer, "x"), dp_size=4)
     async with serving(engine, directory=directory) as policy:
@@ -253,6 +261,23 @@ def test_the_breaker_opens_on_faults_in_a_row_and_closes_by_one_request_that_is_
     breaker.answered()
     assert breaker.lets_through
     assert not breaker.open
+
+
+def test_a_request_that_tries_for_long_lets_others_through():
+    now = [0.0]
+    breaker = Breaker(faults=1, seconds=10.0, now=lambda: now[0])
+    breaker.failed(breaker.sent())
+    now[0] = 10.0
+    tries = breaker.sent()
+    now[0] = 19.9
+    assert not breaker.lets_through
+    now[0] = 20.0
+    assert breaker.lets_through, "a long reply is no fault"
+    other = breaker.sent()
+    breaker.failed(other)
+    assert (breaker.lets_through, breaker.openings) == (True, 1)
+    breaker.failed(tries)
+    assert (breaker.lets_through, breaker.openings) == (False, 2)
 
 
 def test_what_was_sent_before_it_opened_does_not_keep_it_open():
@@ -358,6 +383,50 @@ async def test_a_request_that_was_answered_with_an_error_is_not_aborted(director
         assert [name for name, _ in first.control if name == "abort_request"] == []
 
 
+async def test_a_request_that_waited_for_a_worker_waits_for_a_weight_update_that_has_begun_meanwhile(
+    directory, renderer
+):
+    engine = FakeEngine(says(renderer, "x"))
+
+    async def sleep(seconds):
+        if seconds >= 1:
+            await asyncio.Event().wait()
+        policy.pause(2)
+
+    async with serving(engine, directory=directory, limits=FAST, sleep=sleep) as policy:
+        engine.fail("/generate", 503)
+        call = asyncio.ensure_future(open_session(policy).chat([USER]))
+        while not policy._gate.paused:
+            await asyncio.sleep(0.001)
+        await asyncio.wait({call}, timeout=0.05)
+        assert len(engine.requests) == 1, "what is sent now names the cache of the old weights"
+        policy.set_version(2)
+        policy.resume()
+        await call
+        assert engine.requests[1]["extra_key"] == "weight-version:2"
+
+
+async def test_an_engine_that_does_not_start_anew_is_no_reason_to_give_up_the_others(directory, engines):
+    asked = []
+
+    async def revive(worker):
+        asked.append(worker)
+        if worker == min(engine.worker for engine in engines):
+            raise EngineError("it does not start")
+        for engine in engines:
+            engine.healthy = engine.worker == worker
+        return True
+
+    async with serving(*engines, directory=directory, limits=FAST, revive=revive) as policy:
+        for engine in engines:
+            engine.healthy = False
+        policy.set_version(1, failed=set(policy.table.workers))
+        session = open_session(policy)
+        assert (await session.chat([USER])).message["content"] == "x"
+        assert asked == policy.table.workers
+
+
+# -- joining, draining, leaving
 # -- joining, draining, leaving
 
 
@@ -381,6 +450,33 @@ async def test_a_worker_that_joins_with_version_default_gets_nothing_until_it_se
         await policy.fleet.health.probe()
         assert new.worker in offered(policy)
         assert (await open_session(policy, "s").chat([USER])).message["content"] == "new"
+
+
+class JoinsAmidUpdate(EngineClient):
+    """Has `joins` called when an engine loads weights."""
+
+    joins = None
+
+    async def update_weights_from_disk(self, worker, path, version):
+        self.joins()
+        await super().update_weights_from_disk(worker, path, version)
+
+
+async def test_a_worker_that_joins_amid_a_weight_update_gets_nothing_until_it_has_the_weights(
+    directory, renderer, engines, tmp_path
+):
+    client = JoinsAmidUpdate()
+    async with (
+        FakeEngine(says(renderer, "new")) as new,
+        serving(engines[0], directory=directory, client=client) as policy,
+    ):
+        client.joins = lambda: policy.fleet.add([new.worker], version=1)
+        assert await policy.update_weights(tmp_path, 2) == {}
+        assert offered(policy) == [engines[0].worker]
+        new.version = 2
+        await policy.fleet.health.probe()
+        await policy.fleet.health.probe()
+        assert new.worker in offered(policy)
 
 
 async def test_a_worker_that_leaves_finishes_what_is_under_way_and_gets_no_more(directory, renderer):
@@ -562,6 +658,17 @@ async def test_the_figures_count_retries_and_breaker_openings(directory, engines
         assert (figures["router/retries"], figures["router/breaker_openings"]) == (0, 0)
 
 
+async def test_the_openings_of_a_breaker_count_once_also_when_its_worker_leaves(directory, engines):
+    async with serving(*engines, directory=directory) as policy:
+        for entry in policy.table:
+            entry.breaker.openings = 2
+        assert policy.fleet.stats.take()["router/breaker_openings"] == 4
+        policy.fleet.remove(engines[0].worker)
+        policy.table.get(engines[1].worker).breaker.openings += 1
+        assert policy.fleet.stats.take()["router/breaker_openings"] == 1
+
+
+# -- ranks
 # -- ranks
 
 

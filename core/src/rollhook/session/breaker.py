@@ -19,7 +19,8 @@ def is_fault(error: EngineError) -> bool:
 class Breaker:
     """Opens after `faults` faults of the server in a row; `seconds` later one request may try.
 
-    That request closes it when it is answered, and opens it again when it fails.
+    That request closes it when it is answered, and opens it again when it fails. One that is under way for
+    as long again lets others through: a reply may take long, and who waits would give up meanwhile.
     """
 
     def __init__(
@@ -42,11 +43,12 @@ class Breaker:
     @property
     def lets_through(self) -> bool:
         """Whether a request may be sent now."""
-        return self._opened is None or (not self._trying and self._now() >= self._opened + self._seconds)
+        wait = self._seconds * (2 if self._trying else 1)
+        return self._opened is None or self._now() >= self._opened + wait
 
     def sent(self) -> bool:
         """Note that a request goes; return whether it is the one that tries."""
-        trying = self.open and self.lets_through
+        trying = self.open and self.lets_through and not self._trying
         self._trying |= trying
         return trying
 

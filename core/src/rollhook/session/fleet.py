@@ -184,6 +184,7 @@ class Fleet:
         for task in ending:
             task.cancel()
         await asyncio.gather(*ending, return_exceptions=True)
+        await self.health.close()
         while self._background:
             await asyncio.gather(*self._background, return_exceptions=True)
 
@@ -256,11 +257,17 @@ class Fleet:
 
     async def _start_anew(self, revive: Callable[[Worker], Awaitable[bool]]) -> None:
         ill = dict.fromkeys(entry.worker.url for entry in self.table if not entry.healthy and not entry.up)
+        error = None
         for url in ill:
             log.warning("no engine is left, so the one at %s is started anew", url)
-            if await revive(Worker(url)):
-                self.health.trust(url)
+            try:
+                if await revive(Worker(url)):
+                    self.health.trust(url)
+            except EngineError as failure:
+                error = failure
         await self.check_health()
+        if error is not None and not self.table.offered():
+            raise error
 
 
 def _tell_failure(task: asyncio.Task[None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rollhook.router import Worker
 from rollhook.session.workers import Entry, WorkerTable
 
 
@@ -27,11 +28,12 @@ class FleetStats:
     def take(self) -> dict[str, float]:
         """Return the metrics of the time since this was called last; see `rollhook.metric_names`."""
         openings = self._openings()
+        opened = sum(max(0, count - self._opened_before.get(worker, 0)) for worker, count in openings.items())
         found = {
             "router/workers": float(len(self._table.workers)),
             "router/offered": float(len(self._table.offered())),
             "router/retries": float(self._retries),
-            "router/breaker_openings": float(openings - self._opened_before),
+            "router/breaker_openings": float(opened),
         }
         if self._looks:
             found["router/session_imbalance"] = self._sessions / self._looks
@@ -51,8 +53,8 @@ class FleetStats:
         self._sessions = self._tokens = 0.0
         self._opened_before = self._openings()
 
-    def _openings(self) -> int:
-        return sum(entry.breaker.openings for entry in self._table)
+    def _openings(self) -> dict[Worker, int]:
+        return {entry.worker: entry.breaker.openings for entry in self._table}
 
 
 def _imbalance(loads: list[int]) -> float:

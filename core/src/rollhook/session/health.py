@@ -55,6 +55,7 @@ class Health:
         self._up_after = up_after
         self._versions = versions
         self._asking: dict[str, asyncio.Task[bool]] = {}
+        self._probing_ill: asyncio.Task[None] | None = None
         self._silent: set[str] = set()
 
     async def probe(self, urls: Iterable[str] | None = None) -> None:
@@ -62,8 +63,11 @@ class Health:
         await asyncio.gather(*(self._probe(url) for url in (self._table.urls if urls is None else urls)))
 
     async def probe_ill(self) -> None:
-        """Ask the engines of workers that are out."""
-        await self.probe(dict.fromkeys(entry.worker.url for entry in self._table if not entry.healthy))
+        """Ask the engines of workers that are out, once for all who want to know at the same time."""
+        if self._probing_ill is None or self._probing_ill.done():
+            ill = dict.fromkeys(entry.worker.url for entry in self._table if not entry.healthy)
+            self._probing_ill = asyncio.ensure_future(self.probe(ill))
+        await asyncio.shield(self._probing_ill)
 
     async def doubt(self, entry: Entry) -> None:
         """Ask the engine of a worker that failed a request; it is out at once when it is ill, too."""
@@ -79,6 +83,13 @@ class Health:
         """Let one probe that goes well bring back an engine that was started anew."""
         for entry in self._table.of(url):
             entry.up = self._up_after - 1
+
+    async def close(self) -> None:
+        """End the probes that nobody waits for any more."""
+        asking = [*self._asking.values(), *([self._probing_ill] if self._probing_ill is not None else [])]
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
 
     async def ask_loads(self) -> None:
         """Note how many requests wait at the engines that tell it."""

@@ -105,8 +105,10 @@ class PolicyClient:
         try:
             if self._limits.drain:
                 await self.fleet.idle(self._limits.drain)
-            failed = await update_workers(self._client, self.table.workers, path, version, self._pause_mode)
-            self.set_version(version, failed)
+            workers = self.table.workers
+            failed = await update_workers(self._client, workers, path, version, self._pause_mode)
+            joined = set(self.table.workers).difference(workers)  # they are offered once a probe finds it
+            self.set_version(version, joined.union(failed))
         finally:
             self.resume()
         return failed
@@ -176,8 +178,10 @@ class PolicyClient:
 
         while faults < self._limits.attempts and parts.whole() is None:
             tries += 1
-            await self._wait_open()
-            entry = await self.fleet.worker(route, failed, faults, ids)
+            entry = None
+            while entry is None or self._gate.paused:  # an update may begin while a worker is waited for
+                await self._wait_open()
+                entry = await self.fleet.worker(route, failed, faults, ids)
             before = entry.version
             asked, paused, pauses = self._now(), self._gate.seconds(), self._gate.pauses
             request = GenerationRequest(
