@@ -219,6 +219,18 @@ def test_an_idle_session_is_forgotten_after_its_ttl_and_use_renews_it():
     assert len(policy) == 1
 
 
+def test_a_session_that_was_forgotten_stays_on_the_worker_that_it_has():
+    now = [0.0]
+    chain = Chain([sticky(ttl=10, now=lambda: now[0]), round_robin()])
+    chain.workers_changed([A, B])
+    ask(chain, "s", [A])
+    now[0] = 11
+    chain.workers_changed(WORKERS)
+    assert chain.each_turn
+    request = RouteRequest("s", worker=A)
+    assert [chain.pick(request, offer(A, B)) for _ in range(3)] == [A] * 3
+
+
 def test_the_table_is_bounded_and_loses_the_longest_idle():
     policy = sticky(max_sessions=3)
     for name in "abcd":

@@ -111,10 +111,13 @@ class Sticky(RouterPolicy):
         return bool(self._newcomers)
 
     def pick(self, request: RouteRequest, workers: Sequence[WorkerLoad]) -> Worker | None:
-        """Return the session's worker if it is known and on offer, or a newcomer that relieves it."""
+        """Return the session's worker if it is known and on offer, or a newcomer that relieves it.
+
+        A session that was forgotten stays on the worker that the request names.
+        """
         self._expire()
-        known = self._table.get(request.session_id)
-        own = known and next((load for load in workers if load.worker == known[0]), None)
+        known, _ = self._table.get(request.session_id, (request.worker, 0.0))
+        own = next((load for load in workers if load.worker == known), None)
         if own is None:
             return None
         worker = self._relief(own, workers) or own.worker
