@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import tracemalloc
 from collections.abc import AsyncIterator, Callable, Iterator
 from itertools import count
 from pathlib import Path
@@ -104,6 +105,22 @@ async def test_servers_have_logs_and_seeds_of_their_own(tmp_path: Path, build: B
         assert len({worker.url for worker in workers}) == 2
     texts = [(tmp_path / f"sglang-{index}.log").read_text() for index in (0, 1)]
     assert [re.findall(r"--random-seed (\d+)", text) for text in texts] == [["7"], ["8"]]
+
+
+def test_of_a_long_log_only_the_end_is_read(tmp_path: Path) -> None:
+    log = tmp_path / "sglang-0.log"
+    with log.open("wb") as file:
+        file.truncate(64 << 20)
+        file.seek(0, os.SEEK_END)
+        file.write(b"\nthe end")
+    tracemalloc.start()
+    try:
+        assert serving._said([(log, 0)]).endswith("the end")
+        assert serving._said([(log, log.stat().st_size - 3)]) == "end"
+        assert serving._said([(log, 1 << 40), (tmp_path / "absent", 0)]) == "nothing"
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("release", ["0.5.7", "0.5.16", "0.5.23"])

@@ -175,6 +175,7 @@ def _said(marks: Sequence[tuple[Path, int]]) -> str:
     """Return the end of what was written to the logs since the marks, on one line."""
     lines: list[str] = []
     for log, offset in marks:
-        with suppress(OSError):
-            lines += log.read_bytes()[offset:][-TAIL_BYTES:].decode("utf-8", "replace").splitlines()
+        with suppress(OSError), log.open("rb") as file:
+            file.seek(max(offset, _size(log) - TAIL_BYTES))
+            lines += file.read(TAIL_BYTES).decode("utf-8", "replace").splitlines()
     return " | ".join(line.strip() for line in lines if line.strip()) or "nothing"
