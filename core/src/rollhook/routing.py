@@ -13,8 +13,10 @@ from rollhook.router import RouteRequest, RouterPolicy, Worker, WorkerLoad
 class PolicyBuilder(Protocol):
     """The one method of the loader that a chain needs."""
 
-    def build(self, kind: str, name: str, keys: dict[str, Any], context: BuildContext) -> Any:
-        """Build a component."""
+    def build(
+        self, kind: str, name: str, keys: dict[str, Any], context: BuildContext, key_path: str = ""
+    ) -> Any:
+        """Build a component; `key_path` is how errors name where its keys stand."""
 
 
 class Chain:
@@ -39,8 +41,9 @@ class Chain:
     def pick(self, request: RouteRequest, workers: Sequence[WorkerLoad]) -> Worker | None:
         """Return a worker out of those on offer, or None when there is none.
 
-        Falls back to the first on offer when no policy decides. Raises UsageError when a policy picks a
-        worker that is not on offer: that is a fault of the policy, never a reason to use the worker.
+        Where no policy decides it is the one with the fewest open sessions, then tokens in flight. Raises
+        UsageError when a policy picks a worker that is not on offer: that is a fault of the policy, never a
+        reason to use the worker.
         """
         if not workers:
             return None
@@ -53,7 +56,7 @@ class Chain:
                     f"router policy {type(policy).__name__} picked {worker}, which is not on offer"
                 )
             return worker
-        return workers[0].worker
+        return min(workers, key=lambda load: (load.open_sessions, load.tokens_in_flight)).worker
 
     def assigned(self, request: RouteRequest, worker: Worker) -> None:
         """Tell every policy what was decided."""
@@ -92,4 +95,9 @@ def build_chain(use: str, keys: Mapping[str, Any], plugins: PolicyBuilder, conte
     strays = sorted(set(keys) - set(names))
     if strays:
         raise UsageError(f"router.{strays[0]}: no such policy in {use!r}; keys go under a policy's name")
-    return Chain([plugins.build("router", name, dict(keys.get(name) or {}), context) for name in names])
+    return Chain(
+        [
+            plugins.build("router", name, dict(keys.get(name) or {}), context, f"router.{name}")
+            for name in names
+        ]
+    )

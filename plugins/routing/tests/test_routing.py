@@ -602,7 +602,7 @@ class Loader:
 
     classes = {"sticky": Sticky, "min_load": MinLoad}
 
-    def build(self, kind, name, keys, context):
+    def build(self, kind, name, keys, context, key_path=""):
         component = {c.name: c for c in rollhook_router_policies()}[name]
         return self.classes[name](component.config(**keys), context)
 
