@@ -314,6 +314,22 @@ async def test_revive_starts_a_server_anew_unless_it_serves_already(
         assert not await engine.revive(Worker("http://127.0.0.1:1"), weights, 5)
 
 
+async def test_revive_never_goes_back_behind_weights_that_were_published_while_it_waited(
+    tmp_path: Path, build: Build, weights: Path, client: EngineClient
+) -> None:
+    engine = build(tmp_path, max_restarts=0)
+    async with started(engine, weights) as (worker,):
+        before = pids(engine)
+        async with engine.servers[0].lock:
+            reviving = asyncio.ensure_future(engine.revive(worker, weights, 1))
+            await asyncio.sleep(0)
+            engine.published(weights, 2)
+            assert await update_workers(client, [worker], weights, 2) == {}
+        assert await reviving
+        assert await client.weight_version(worker) == 2
+        assert pids(engine) == before
+
+
 async def test_a_server_across_nodes_has_a_process_and_a_log_for_each(
     tmp_path: Path, build: Build, weights: Path
 ) -> None:

@@ -87,10 +87,10 @@ class SGLangEngine(Engine):
         server = next((each for each in self.servers if each.worker.url == worker.url), None)
         if server is None:
             return False
-        self.published(model_dir, weight_version)
-        async with server.lock:
-            if not await self._serves(server, weight_version):
-                await server.restart(model_dir, weight_version)
+        self._newest = (model_dir, weight_version)
+        async with server.lock:  # others may be published meanwhile
+            if not await self._serves(server, self._newest[1]):
+                await server.restart(*self._newest)
         return True
 
     async def _release(self) -> str:
