@@ -117,3 +117,23 @@ async def test_a_producer_follows_the_pressure_of_the_engines(held):
     beats.put_nowait(None)
     await runner.until(8)
     assert (await made.batch()).limit == 8
+
+
+async def test_an_old_queue_time_takes_no_slots_from_a_run_whose_trainer_trains(held):
+    runner, make = held
+    beats = asyncio.Queue()
+
+    async def sleep(seconds):
+        if seconds > 100:  # the watch over stalls
+            await asyncio.Event().wait()
+        await beats.get()
+
+    more = {"sleep": sleep, "pressure": lambda: 9.0}
+    made = make(99, max_staleness=0, max_concurrent=8, adaptive_concurrency=True, more=more)
+    await runner.until(4)
+    await runner.end(1)
+    await made.batch()
+    assert not runner.waiting, "no request is at the engines"
+    beats.put_nowait(None)
+    await settle()
+    assert made.slots.limit == 8

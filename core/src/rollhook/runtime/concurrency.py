@@ -39,8 +39,11 @@ class AdaptiveLimit:
 async def follow_pressure(
     slots: Slots, least: int, pressure: Callable[[], float | None], sleep: Callable[[float], Awaitable[None]]
 ) -> None:
-    """Let the limit of `slots` follow the engines' queue times, for ever."""
+    """Let the limit of `slots` follow the engines' queue times, for ever.
+
+    While no slot is in use nothing queues, whatever the last request had to wait.
+    """
     adaptive = AdaptiveLimit(least, slots.limit)
     while True:
         await sleep(INTERVAL)
-        slots.limit = adaptive.look(pressure())
+        slots.limit = adaptive.look(pressure() if slots.used else None)
