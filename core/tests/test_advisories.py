@@ -106,7 +106,7 @@ def test_the_books_are_metrics_that_are_listed():
     books = Books()
     books.submit("a")
     books.submit("b")
-    books.reject(["a"], "no reward: timeout")
+    books.reject(["a"], "timeout")
     metrics = batch_metrics(Batch(books=books.metrics(), waiting_staleness=[1.0, 3.0]))
     assert (metrics["books/submitted"], metrics["books/in_flight"], metrics["books/rejected"]) == (2, 1, 1)
     assert (metrics["buffer/staleness_mean"], metrics["buffer/staleness_max"]) == (2, 3)

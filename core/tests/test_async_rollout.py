@@ -10,6 +10,7 @@ import pytest
 from producing import BROKEN, FAIL, PASS, HeldRunner, ScriptedRunner, holding, ids, of, producer, settle
 
 from rollhook.errors import RollhookError
+from rollhook.records import Outcome
 from rollhook.runtime.batch import batch_metrics
 from rollhook.runtime.buffer import FILL_LIMIT
 from rollhook.runtime.episode import EpisodeResult
@@ -139,6 +140,29 @@ async def test_no_step_can_take_it_any_more_so_it_ends_before_the_weights_are_th
     assert of(runner, "s00000") == ["a1-s00000-g000-e00-t1", "a1-s00000-g000-e01-t1"]
 
 
+@pytest.mark.parametrize("stop", ["pause", "drain"])
+async def test_nothing_is_started_that_was_being_drawn_when_the_producer_was_held(held, stop):
+    runner, make = held
+    draining, drawn = asyncio.Event(), asyncio.Event()
+    made = make(9, max_staleness=4, more={"draining": draining.is_set})
+    draw = made._draw
+
+    async def slowly(step):
+        await drawn.wait()
+        return await draw(step)
+
+    made._draw = slowly
+    await settle()
+    made.pause() if stop == "pause" else draining.set()
+    drawn.set()
+    await settle()
+    assert made.drawn == [0]
+    assert not runner.waiting
+    made.resume() if stop == "pause" else draining.clear()
+    made.resume()
+    await runner.until(4)
+
+
 # -- submission
 
 
@@ -255,6 +279,21 @@ async def test_a_group_that_lost_places_for_good_trains_if_enough_are_left():
     batch = await made.batch()
     await made.aclose()
     assert [len(group.rewards) for group in batch.accepted] == [2]
+
+
+async def test_episodes_of_a_group_that_trains_are_booked_by_why_they_do_not():
+    class Mute(ScriptedRunner):
+        async def run(self, request):
+            result = await super().run(request)
+            return EpisodeResult(result.record) if "-e03-" in request.episode_id else result
+
+    made = producer(Mute([PASS, FAIL, Outcome("timeout"), PASS]))
+    made.start(0, {1: 0})
+    batch = await made.batch()
+    await made.aclose()
+    assert batch.books["books/trained"] == 2
+    rejected = {name for name in batch.books if name.startswith("books/rejected/")}
+    assert rejected == {"books/rejected/timeout", "books/rejected/no_tokens"}
 
 
 async def test_a_full_step_needs_groups_that_train_where_the_recipe_wants_it():

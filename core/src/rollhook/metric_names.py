@@ -136,7 +136,8 @@ SECTIONS = (
             Metric(
                 "books/rejected/<reason>",
                 "episodes",
-                "by reason: of the episode (infra_error, cancelled, stale, no reward) or of its group",
+                "by reason: of the episode (infra_error, cancelled, stale, incomplete, timeout, truncated, "
+                "no_tokens) or of its group",
                 "there are any",
             ),
         ),

@@ -112,8 +112,8 @@ def settle(making: Making, books: Books) -> None:
     books.train(trained)
     for record in group.records:
         if not failed(record) and record.episode_id not in trained:
-            why = reason.split(":")[0] if reason is not None else f"no reward: {record.outcome.kind}"
-            books.reject([record.episode_id], why)
+            alone = "no_tokens" if record.outcome.trains else record.outcome.kind
+            books.reject([record.episode_id], alone if reason is None else reason.split(":")[0])
 
 
 def member(episode_id: str) -> int:

@@ -188,6 +188,7 @@ class Producer:
                     prompts = await self._draw(self._next_draw)
                     self._next_draw += 1
                     self._waiting.extend(Making(prompt, prompt.group(size)) for prompt in prompts)
+                    continue
                 making = self._waiting.popleft()
                 self._discard_stale(making)
                 making.begin(self._ages.next_step)
