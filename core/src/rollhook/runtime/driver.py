@@ -264,7 +264,7 @@ class Driver:
                 await self._evaluate(rollouts, done)
 
     async def _take(self, rollouts: Rollouts, attempt: Attempt, step: int) -> Batch:
-        """Take the next groups to finish, and write down what the step trains."""
+        """Take the groups of a step, and write down what it trains."""
         batch = await rollouts.batch()
         rollouts.observe(batch.groups)
         self._verdicts.check(batch)
