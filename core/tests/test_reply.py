@@ -4,6 +4,7 @@
 
 import json
 import re
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollhook.errors import UsageError
+from rollhook.reply.calls import json_calls
 from rollhook.reply.detokenizer import Detokenizer
 from rollhook.reply.forms import FORM_NAMES, FORMS, call_form, mismatches, thinking
 from rollhook.reply.parser import StreamParser, Thinking
@@ -292,6 +294,55 @@ def test_any_bytes_join_to_what_decoding_them_at_once_gives(renderers, ids):
     detokenizer = Detokenizer(tokenizer, frozenset(), frozenset())
     given_so_far = [detokenizer.feed([index]) for index in ids]
     assert "".join(given_so_far) + detokenizer.finish() == tokenizer.decode(ids, skip_special_tokens=False)
+
+
+@settings(QUIET, max_examples=100)
+@given(picks=st.lists(st.integers(0, 9), max_size=90))
+def test_parts_of_characters_join_to_what_decoding_them_at_once_gives(renderers, picks):
+    tokenizer, parts = renderers["plain"]._tokenizer, renderers["plain"].encode("aé€🙂")
+    ids = [parts[pick] for pick in picks]
+    detokenizer = Detokenizer(tokenizer, frozenset(), frozenset())
+    given_so_far = [detokenizer.feed([index]) for index in ids]
+    assert "".join(given_so_far) + detokenizer.finish() == tokenizer.decode(ids, skip_special_tokens=False)
+
+
+class Counting:
+    """A tokenizer that counts the ids that it decodes."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.decoded = tokenizer, 0
+
+    def decode(self, ids, **keys):
+        self.decoded += len(ids)
+        return self.tokenizer.decode(ids, **keys)
+
+
+@pytest.mark.parametrize("text", ["\ufffd", "é"], ids=["a replacement character", "half a character"])
+def test_text_that_never_becomes_whole_is_not_decoded_over_and_over(renderers, text):
+    tokenizer = Counting(renderers["plain"]._tokenizer)
+    ids = renderers["plain"].encode(text * 1000)[:: 1 if text == "\ufffd" else 2]
+    detokenizer = Detokenizer(tokenizer, frozenset(), frozenset())
+    given_so_far = [detokenizer.feed([index]) for index in ids]
+    assert "".join(given_so_far) + detokenizer.finish() == tokenizer.decode(ids, skip_special_tokens=False)
+    assert tokenizer.decoded < 100 * len(ids)
+
+
+def test_an_end_that_is_inside_a_value_is_tried_once():
+    tried = []
+
+    def parse(block, tools):
+        tried.append(block)
+        return json_calls(block, tools)
+
+    form = replace(call_form("hermes", ""), parse=parse)
+    parser = StreamParser(Plain(), {0}, calls=form, tools=TOOLS)
+    for character in '<tool_call>{"name": "run", "arguments": {"text": "' + "</tool_call>" * 50:
+        parser.feed([ord(character)])
+    assert len(tried) == 50
+    for character in '"}}</tool_call>':
+        parser.feed([ord(character)])
+    assert len(tried) == 51
+    assert calls(parser.finish()) == [("run", {"text": "</tool_call>" * 50})]
 
 
 def test_a_template_shows_its_family(renderers):

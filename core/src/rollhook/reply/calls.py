@@ -63,12 +63,15 @@ class CallForm:
             return front if text.startswith(self.openings, front) else None
         return min((at for mark in self.openings if (at := text.find(mark)) >= 0), default=None)
 
-    def take(self, text: str, tools: Sequence[ToolSchema], *, final: bool) -> Block | None:
-        """Return the block that opens `text`; None while more of the reply may follow and is needed."""
+    def take(self, text: str, tools: Sequence[ToolSchema], *, final: bool, tried: int = 0) -> Block | None:
+        """Return the block that opens `text`; None while more of the reply may follow and is needed.
+
+        The first `tried` characters were given before without an end.
+        """
         opening = next(len(mark) for mark in self.openings if text.startswith(mark))
         if not self.closing:
             return self._rest(text, 0 if self.whole else opening, tools) if final else None
-        end = opening
+        end = max(opening, tried - len(self.closing) + 1)
         while (end := text.find(self.closing, end)) >= 0:
             after = end + len(self.closing)
             try:

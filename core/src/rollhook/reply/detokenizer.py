@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     import tokenizers
 
 _HALF = "\ufffd"
+# tokens of a window that may stay though they never become text, and those of a character's bytes
+_LONGEST, _BYTES = 16, 4
 
 
 class Detokenizer:
@@ -36,7 +38,10 @@ class Detokenizer:
             whole -= 1
         text = self._decode(self._window[:whole])
         if text.endswith(_HALF):
-            return self._give(text[:-1])
+            piece = self._give(text[:-1])
+            if whole > _LONGEST:
+                self._shorten(text, whole)
+            return piece
         piece = self._give(text)
         if whole > 1:
             del self._window[: whole - 1]
@@ -46,6 +51,16 @@ class Detokenizer:
     def finish(self) -> str:
         """Return the text of what was held back; bytes that are no text become U+FFFD."""
         return self._give(self._decode(self._window))
+
+    def _shorten(self, text: str, whole: int) -> None:
+        """Let go of what later ids cannot change: what is before a cut that goes through no character."""
+        for cut in range(whole - 1, whole - _BYTES, -1):
+            before, first = self._decode(self._window[:cut]), self._decode(self._window[cut - 1 : cut])
+            after = self._decode(self._window[cut - 1 : whole])
+            if after.startswith(first) and before + after[len(first) :] == text:
+                del self._window[: cut - 1]
+                self._given -= len(before) - len(first)
+                return
 
     def _give(self, text: str) -> str:
         piece = text[self._given :]

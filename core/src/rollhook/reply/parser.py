@@ -79,6 +79,8 @@ class _Text:
     held: str = ""
     #: white space of the content that is given only if more of it follows
     space: str = ""
+    #: characters of what is held that were looked at for the end of a call
+    tried: int = 0
     #: whether white space at the front of what comes next belongs to a marker before it
     trim: str = ""
     reasoning: list[str] = field(default_factory=list)
@@ -162,7 +164,7 @@ class _Text:
         self._trim_front()
         if (call := self._opening()) is not None:
             self._say(self.held[:call])
-            self.held, self.state = self.held[call:], "call"
+            self.held, self.state, self.tried = self.held[call:], "call", 0
             return True
         kept = 0 if final else self._unsure()
         self._say(self.held[: len(self.held) - kept])
@@ -172,7 +174,8 @@ class _Text:
     def _call(self, final: bool, stopped: bool) -> bool:
         """Take a block of calls; what is none stays text."""
         assert self.form is not None
-        block = self.form.take(self.held, self.tools, final=final)
+        block = self.form.take(self.held, self.tools, final=final, tried=self.tried)
+        self.tried = len(self.held)
         if block is None:
             return False
         self.state = "content"
