@@ -218,6 +218,20 @@ async def test_all_who_wait_for_a_worker_share_one_probe_of_it(directory, engine
         assert offered(policy) == [], "twenty that ask at once are no twenty probes in a row"
 
 
+async def test_an_engine_that_fails_a_request_and_a_probe_is_out_with_all_its_ranks(directory, renderer):
+    engines = [FakeEngine(says(renderer, "x"), dp_size=8), FakeEngine(says(renderer, "y"))]
+    async with serving(*engines, directory=directory, limits=FAST) as policy:
+        well = engines[1].worker
+        policy.fleet.set_draining(well)
+        session = open_session(policy)
+        policy.fleet.set_draining(well, False)
+        engines[0].fail("/generate", 500, times=99)
+        engines[0].healthy = False
+        assert (await session.chat([USER])).message["content"] == "y"
+        assert offered(policy) == [well]
+        assert len(engines[0].requests) == 1
+
+
 async def test_ranks_of_an_engine_share_its_probes(directory, renderer):
     engine = FakeEngine(says(renderer, "x"), dp_size=4)
     async with serving(engine, directory=directory) as policy:

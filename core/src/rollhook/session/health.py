@@ -70,14 +70,15 @@ class Health:
         await asyncio.shield(self._probing_ill)
 
     async def doubt(self, entry: Entry) -> None:
-        """Ask the engine of a worker that failed a request; it is out at once when it is ill, too."""
+        """Ask the engine of a worker that failed a request; ill, it is out at once with all its ranks."""
         task = self._asking.get(entry.worker.url)
         if task is None:
             task = asyncio.ensure_future(self._client.health(Worker(entry.worker.url)))
             self._asking[entry.worker.url] = task
             task.add_done_callback(lambda _: self._asking.pop(entry.worker.url))
         if not await asyncio.shield(task):
-            self._put_out(entry)
+            for rank in self._table.of(entry.worker.url):
+                self._put_out(rank)
 
     def trust(self, url: str) -> None:
         """Let one probe that goes well bring back an engine that was started anew."""
