@@ -9,7 +9,7 @@ from typing import Any
 
 from rollhook.component import Config
 from rollhook.engine.client import EngineClient
-from rollhook.router import RouterPolicy
+from rollhook.router import RouteRequest, RouterPolicy, Worker, WorkerLoad
 from rollhook.routing import Chain
 from rollhook.session import PolicyClient, Renderer
 from rollhook.testing.environment import build_context
@@ -22,6 +22,14 @@ def says(renderer: Renderer, *texts: str, stop: bool = True) -> ReplyFunction:
     ends = renderer.stop_token_ids[:1] if stop else ()
     left = [[*renderer.encode(text), *ends] for text in texts]
     return lambda ids, params: left.pop(0) if len(left) > 1 else left[0]
+
+
+class First(RouterPolicy):
+    """Picks the first worker on offer."""
+
+    def pick(self, request: RouteRequest, workers: Sequence[WorkerLoad]) -> Worker | None:
+        """Return the first."""
+        return workers[0].worker if workers else None
 
 
 @asynccontextmanager
@@ -40,7 +48,7 @@ async def serving(
     """
     if not (directory / "tokenizer.json").exists():
         write_tokenizer(directory)
-    chain = Chain(policies or [RouterPolicy(Config(), build_context(directory))])
+    chain = Chain(policies or [First(Config(), build_context(directory))])
     async with AsyncExitStack() as stack:
         for engine in engines:
             if not engine.url:
