@@ -121,7 +121,7 @@ async def test_a_continue_that_does_not_get_through_is_tried_again(engine):
 
 
 def test_a_request_without_a_seed_sends_none():
-    body = generate_body(GenerationRequest("r", [1], SamplingParams()), None)
+    body = generate_body(GenerationRequest("r", [1], SamplingParams()))
     assert "sampling_seed" not in body["sampling_params"]
 
 

@@ -11,9 +11,7 @@ import numpy as np
 from rollhook.engine.base import Generation, GenerationRequest
 
 
-def generate_body(
-    request: GenerationRequest, dp_rank: int | None = None, *, stream: bool = False
-) -> dict[str, Any]:
+def generate_body(request: GenerationRequest, *, stream: bool = False) -> dict[str, Any]:
     """Return the body of `/generate` for a request."""
     sampling = request.sampling
     params: dict[str, Any] = {
@@ -28,16 +26,13 @@ def generate_body(
     }
     if sampling.seed is not None:
         params["sampling_seed"] = sampling.seed
-    body: dict[str, Any] = {
+    return {
         "rid": request.rid,
         "input_ids": np.asarray(request.input_ids, dtype=np.int32),
         "sampling_params": params,
         "return_logprob": True,
         "stream": stream,
     }
-    if dp_rank is not None:
-        body["data_parallel_rank"] = dp_rank
-    return body
 
 
 def parse_generation(data: Any) -> Generation:
