@@ -73,6 +73,14 @@ def test_a_slow_step_is_told_if_it_is_long():
     assert advise([*slow, STEP], ["slow step"]) == {}
 
 
+def test_a_hot_rank_is_named_by_its_load_in_recent_steps_or_not_at_all():
+    hot = steps(router__token_imbalance=2.0)
+    hot[-1] |= {"router/tokens_in_flight/0.0": 90.0}  # by chance, in the newest alone
+    assert "hot: worker 0.1 has 2.0 times" in advise(hot)["hot rank"]
+    idle = {"router__tokens_in_flight/0.0": 0.0, "router__tokens_in_flight/0.1": 0.0}  # between two steps
+    assert "hot: the busiest has 2.0 times" in advise(steps(router__token_imbalance=2.0, **idle))["hot rank"]
+
+
 def test_only_recent_steps_count():
     old = steps(50, router__token_imbalance=9.0)
     assert advise([*old, *steps()]) == {}

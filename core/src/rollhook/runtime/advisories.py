@@ -114,8 +114,11 @@ def _slow(rows: Rows) -> float | None:
 
 
 def _busiest(rows: Rows) -> str:
-    loads = {name: load for name, load in rows[-1].items() if "/tokens_in_flight/" in name}
-    return max(loads, key=lambda name: loads[name]).rpartition("/")[2] if loads else "?"
+    """Name the worker with the most tokens in flight; none had any where rows are written between steps."""
+    loads = {name: _total(rows, name) for name in rows[-1] if "/tokens_in_flight/" in name}
+    if not any(loads.values()):
+        return "the busiest"
+    return f"worker {max(loads, key=lambda name: loads[name]).rpartition('/')[2]}"
 
 
 RULES = (
@@ -155,7 +158,7 @@ RULES = (
     ),
     Rule(
         "hot rank", _mean("router/token_imbalance"), 1.5, 1.25,
-        "one dp rank is hot: worker {worker} has {value:.1f} times the mean load; try router sticky+min_load",
+        "one dp rank is hot: {worker} has {value:.1f} times the mean load; try router sticky+min_load",
     ),
     Rule(
         "slow step", _slow, 6.0, 3.0,
