@@ -154,7 +154,7 @@ REQUEST = GenerationRequest("r", [1, 2, 3], SamplingParams(max_new_tokens=4, sto
 
 @pytest.fixture
 async def client():
-    client = EngineClient(generate_timeout=5, control_timeout=5)
+    client = EngineClient(generate_timeout=5, control_timeout=5, vocab_size=10)
     yield client
     await client.aclose()
 
@@ -223,13 +223,20 @@ async def test_a_stream_outside_the_protocol_is_an_engine_error(client):
             await client.generate(engine.worker, REQUEST, lambda ids: None)
 
 
-@pytest.mark.parametrize("reason", [None, {"type": "abort"}], ids=["cut", "aborted"])
+@pytest.mark.parametrize(
+    "reason", [None, {"type": "abort"}, {"type": "stop"}], ids=["cut", "aborted", "whole"]
+)
 @pytest.mark.parametrize(
     ("rows", "told"),
-    [([["nan", 7]], "not finite"), ([["-inf", 7]], "not finite"), ([[-0.5, 7]] * 5, "at most 4")],
-    ids=["nan", "inf", "too many"],
+    [
+        ([["nan", 7]], "not finite"),
+        ([["-inf", 7]], "not finite"),
+        ([[-0.5, 7]] * 5, "at most 4"),
+        ([[-0.5, 10]], "the model has 10"),
+    ],
+    ids=["nan", "inf", "too many", "no token"],
 )
-async def test_what_is_kept_of_an_unfinished_stream_is_checked_too(client, reason, rows, told):
+async def test_what_is_kept_of_a_stream_is_checked_however_it_ends(client, reason, rows, told):
     async with FakeEngine(scripted([])) as engine:
         engine.mangle = lambda answer: chunk(rows, len(rows), reason)
         with pytest.raises(EngineError, match=told) as caught:

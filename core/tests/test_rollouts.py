@@ -13,6 +13,7 @@ from rollhook.recipe.schema import Recipe, RouterUse
 from rollhook.router import RouterPolicy, Worker
 from rollhook.runtime.batch import batch_metrics
 from rollhook.runtime.lineage import Lineage
+from rollhook.runtime.model import vocab_size
 from rollhook.runtime.parts import Parts
 from rollhook.runtime.rollout_worker import distinct, limits_of
 from rollhook.runtime.rollouts import Rollouts
@@ -58,7 +59,7 @@ class FakeParts(Parts):
     def context(self, name):
         return BuildContext(logging.getLogger(name), self.directory, self.directory, run_id="r", attempt=1)
 
-    def build(self, kind, use, name, context=None):
+    def build(self, kind, use, name, context=None, key_path=""):
         made = {
             "environment": Halves, "agent": Answers, "router": RouterPolicy, "sandbox": Described,
         }  # fmt: skip
@@ -199,6 +200,21 @@ async def test_an_engine_that_does_not_start_anew_leaves_the_others_at_work(star
         await started.rollouts.update(weights, 3, 2)
 
 
+@pytest.mark.parametrize(
+    ("config", "size"),
+    [
+        ({"vocab_size": 300}, 300),
+        ({"text_config": {"vocab_size": 300}}, 300),
+        ({}, None),
+        ({"vocab_size": None}, None),
+    ],
+)
+def test_a_models_config_says_how_many_tokens_it_has(tmp_path, config, size):
+    assert vocab_size(tmp_path) is None
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert vocab_size(tmp_path) == size
+
+
 async def test_an_engine_is_routed_to_by_rank_with_the_health_and_breaker_of_the_recipe(tmp_path):
     class Ranked(FakeEngines):
         def make(self, version):
@@ -210,7 +226,8 @@ async def test_an_engine_is_routed_to_by_rank_with_the_health_and_breaker_of_the
             return [Worker(worker.url) for worker in {w.url: w for w in await super().start(*args)}.values()]
 
     directory = write_tokenizer(tmp_path / "model")
-    (directory / "config.json").write_text(json.dumps({"max_position_embeddings": 512}))
+    config = {"max_position_embeddings": 512, "vocab_size": 300}
+    (directory / "config.json").write_text(json.dumps(config))
     router = {"use": "first", "breaker": {"faults": 4}, "health": {"down_after": 1}, "drain_on_update": 2}
     recipe = Recipe.model_validate(
         {
@@ -231,6 +248,11 @@ async def test_an_engine_is_routed_to_by_rank_with_the_health_and_breaker_of_the
         policy = next(iter(rollouts.held_out()))[1].policy
         assert [worker.dp_rank for worker in policy.table.workers] == [0, 1, 2]
         assert rollouts.router_stats()["router/workers"] == 3
+        parts.engine.engines[0].reply = lambda ids, params: [300]
+        session = policy.open("s", max_seq_len=500, reply_tokens=5, turns=1)
+        with pytest.raises(EngineError, match="token id 300 where the model has 300"):
+            await session.chat([{"role": "user", "content": "hi"}], on_delta=lambda delta: None)
+        await session.close()
         parts.engine.engines[0].healthy = False
         await policy.fleet.health.probe()
         assert policy.table.offered() == []

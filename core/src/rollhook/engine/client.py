@@ -41,7 +41,7 @@ class EngineClient:
     connection, a deadline, 5xx, 429), `user` for a request that the engine refused as wrong, and
     `infrastructure` for an answer that breaks the protocol. Pass a session to share its connections;
     otherwise the client makes one and `aclose` closes it. Times are seconds. Control calls go to the base
-    URL, whatever the worker's rank.
+    URL, whatever the worker's rank. A token that is not below `vocab_size` breaks the protocol.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class EngineClient:
         control_timeout: float = 30.0,
         update_timeout: float = 900.0,
         connect_timeout: float = 10.0,
+        vocab_size: int | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._session = session
@@ -60,6 +61,7 @@ class EngineClient:
         self._control_timeout = control_timeout
         self._update_timeout = update_timeout
         self._connect_timeout = connect_timeout
+        self._vocab_size = vocab_size
         self._sleep = sleep
         self._infos: dict[str, ServerInfo] = {}
 
@@ -80,9 +82,9 @@ class EngineClient:
             try:
                 generation = await self._generation(worker, body, on_tokens)
             except CutStreamError as cut:
-                _check_count(cut.partial, request)
+                self._check(cut.partial, request)
                 raise
-            _check_count(generation, request)
+            self._check(generation, request)
             return generation
         except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
             raise _outside(worker, "/generate", error) from error
@@ -98,6 +100,15 @@ class EngineClient:
         if on_tokens is not None:
             on_tokens(generation.token_ids)
         return generation
+
+    def _check(self, generation: Generation, request: GenerationRequest) -> None:
+        """Raise ValueError for more tokens than were asked for, and for one that the model does not have."""
+        count, most = len(generation.token_ids), request.sampling.max_new_tokens
+        if count > most:
+            raise ValueError(f"{count} tokens where at most {most} were asked for")
+        last = max(generation.token_ids, default=0)
+        if self._vocab_size is not None and last >= self._vocab_size:
+            raise ValueError(f"token id {last} where the model has {self._vocab_size}")
 
     async def health(self, worker: Worker) -> bool:
         """Return whether the engine says that it is healthy; False when it cannot be reached."""
@@ -289,12 +300,6 @@ class EngineClient:
 
 class AbsentError(EngineError):
     """The engine has no such endpoint."""
-
-
-def _check_count(generation: Generation, request: GenerationRequest) -> None:
-    count, most = len(generation.token_ids), request.sampling.max_new_tokens
-    if count > most:
-        raise ValueError(f"{count} tokens where at most {most} were asked for")
 
 
 def _decoded(raw: bytes) -> Any:

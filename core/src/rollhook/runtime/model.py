@@ -39,6 +39,15 @@ def context_length(model: Model | None, model_dir: Path) -> int:
     raise UsageError(f"{model_dir / 'config.json'} names no context length; set model.context_length")
 
 
+def vocab_size(model_dir: Path) -> int | None:
+    """Return the number of tokens that a model has, by its config.json; None where that does not say."""
+    file = model_dir / "config.json"
+    config = json.loads(file.read_text()) if file.is_file() else {}
+    text = config.get("text_config")
+    size = config.get("vocab_size", text.get("vocab_size") if isinstance(text, dict) else None)
+    return size if isinstance(size, int) else None
+
+
 def renderer(model: Model | None, model_dir: Path) -> Renderer:
     """Return what renders messages for a model; the recipe's tokenizer and template come first."""
     from rollhook.session import Renderer

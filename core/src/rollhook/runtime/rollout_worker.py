@@ -18,7 +18,7 @@ from rollhook.errors import UsageError
 from rollhook.routing import build_chain
 from rollhook.runtime.episode import EpisodeRunner
 from rollhook.runtime.live import Live
-from rollhook.runtime.model import context_length, renderer
+from rollhook.runtime.model import context_length, renderer, vocab_size
 from rollhook.runtime.seeds import derive
 from rollhook.session import Policy, PolicyClient
 from rollhook.session.gateway import Gateway, SessionDefaults
@@ -75,11 +75,12 @@ class RolloutWorker:
         model = self._recipe.model
         self._renderer = await asyncio.to_thread(renderer, model, model_dir)
         self._context_length = context_length(model, model_dir)
+        self._vocab_size = vocab_size(model_dir)
 
     async def open_policy(self, workers: Sequence[Worker], version: int, revive: Revive) -> None:
         """Open the policy, over engine workers that serve this version, for the agents; after `load`."""
         recipe = self._recipe
-        client = EngineClient()
+        client = EngineClient(vocab_size=self._vocab_size)
         self._stack.push_async_callback(client.aclose)
         context = self._parts.context("router")
         chain = build_chain(recipe.router.use, recipe.router.keys, self._parts.plugins, context)
