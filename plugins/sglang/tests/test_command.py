@@ -115,6 +115,9 @@ def test_the_nodes_of_a_server_find_each_other_at_the_first() -> None:
     [
         ({"extra_args": ["--tp-size", "2"]}, "set engine.tp_size"),
         ({"extra_args": ["--tensor-parallel-size=2"]}, "set engine.tp_size"),
+        ({"extra_args": ["--tp", "8"]}, "set engine.tp_size"),
+        ({"extra_args": ["--ep=8"]}, "set engine.ep_size"),
+        ({"extra_args": ["--api-k", "sk-sentinel"]}, "can be read by everyone"),
         ({"extra_args": ["--port=1"]}, "a free one is chosen"),
         ({"extra_args": ["--speculative-num-steps=1"]}, "set engine.speculative.num_steps"),
         ({"extra_args": ["--api-key", "sk-sentinel"]}, "can be read by everyone"),
@@ -135,5 +138,11 @@ def test_what_cannot_be_is_refused_without_quoting_a_secret(keys: dict[str, obje
 
 
 def test_free_arguments_that_have_no_key_are_taken() -> None:
-    arguments = ["--disable-radix-cache", "--tokenizer-worker-num=2", "--config", "/etc/sglang.yaml"]
-    assert argv(extra_args=arguments)[-4:] == arguments
+    arguments = [
+        "--disable-radix-cache",
+        "--tokenizer-worker-num=2",
+        "--ssl-keyfile=/k",
+        "--config",
+        "/etc/sglang.yaml",
+    ]
+    assert argv(extra_args=arguments)[-5:] == arguments

@@ -82,11 +82,12 @@ _ALIASES = {
     "--dsa-prefill-backend": "nsa_prefill_backend",
     "--dsa-decode-backend": "nsa_decode_backend",
 }
+_SECRETS = ("--api-key", "--admin-api-key", "--ssl-keyfile-password")
 _SECRET = re.compile(r"(^|[-_])(api[-_]?key|key|token|secret|password|passwd)$", re.IGNORECASE)
 
 
 def _free(arguments: list[str]) -> list[str]:
-    """Refuse options that have a key, and secrets; a value is never quoted."""
+    """Refuse options that have a key, and secrets, also abbreviated; a value is never quoted."""
     taken = OURS | {option: f"engine.{key}" for key, option in (VALUES | SWITCHES).items()}
     taken |= {option: f"engine.speculative.{key}" for key, option in SPECULATIVE.items()}
     taken |= {option: f"engine.{key}" for option, key in _ALIASES.items()}
@@ -94,10 +95,15 @@ def _free(arguments: list[str]) -> list[str]:
         option = argument.partition("=")[0]
         if not option.startswith("--"):
             continue
-        if _SECRET.search(option):
+        meant = option
+        if (
+            option != "--ssl-keyfile"
+        ):  # an option of its own; SGLang takes every other beginning of one for it
+            meant = next((each for each in (*_SECRETS, *taken) if each.startswith(option)), option)
+        if _SECRET.search(meant):
             raise ValueError(f"may not hold {option}: what stands in a command line can be read by everyone")
-        if option in taken:
-            raise ValueError(f"may not hold {option}: set {taken[option]}")
+        if meant in taken:
+            raise ValueError(f"may not hold {option}: set {taken[meant]}")
     return arguments
 
 
