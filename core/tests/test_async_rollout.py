@@ -329,6 +329,19 @@ async def test_the_search_for_a_full_step_ends():
     assert len(made.drawn) <= FILL_LIMIT + 1
 
 
+async def test_the_search_for_a_full_step_is_held_back_while_the_trainer_trains(held):
+    runner, make = held
+    keys = {"max_staleness": None, "batch_groups": 1, "max_concurrent": 2, "buffer_groups": 1, "fill": True}
+    made = make(99, accept=lambda group: "too easy", **keys)
+    for _ in range(FILL_LIMIT + 1):  # the last was begun before the one before it was refused
+        await runner.until(2)
+        await runner.end(1)
+    await settle()
+    assert not runner.waiting, "as many groups as a step looks at were refused, and nobody took them"
+    assert len((await made.batch()).rejected) == FILL_LIMIT + 1
+    await runner.until(2)
+
+
 async def test_without_a_limit_nothing_is_stale_and_the_buffer_holds_the_producer_back(held):
     runner, make = held
     made = make(99, max_staleness=None, batch_groups=1, max_concurrent=2)

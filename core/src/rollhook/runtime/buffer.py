@@ -16,7 +16,8 @@ FILL_LIMIT = 10
 class Buffer:
     """`waiting` take a place in a step; `refused` take none (`rollout.fill`), and go with the next step.
 
-    What is put is never held up: no group is started while `capacity` wait.
+    What is put is never held up: no group is started while `capacity` wait, or `FILL_LIMIT` times as many
+    with those that were refused.
     """
 
     capacity: int
@@ -37,8 +38,8 @@ class Buffer:
 
     @property
     def full(self) -> bool:
-        """Whether enough groups wait."""
-        return len(self.waiting) >= self.capacity
+        """Whether no group is to be started."""
+        return self.enough(self.capacity)
 
     def put(self, making: Making) -> None:
         """Take in a group whose `reason` is known."""
