@@ -440,7 +440,18 @@ async def test_an_engine_that_does_not_start_anew_is_no_reason_to_give_up_the_ot
         assert asked == policy.table.workers
 
 
-# -- joining, draining, leaving
+async def test_an_engine_that_does_not_start_anew_fails_no_turn_that_another_will_serve(directory, engines):
+    async def revive(worker):
+        raise EngineError("it does not start")
+
+    limits = Limits(backoff=0.001, no_worker=60.0, breaker_faults=1, breaker_seconds=0.05)
+    async with serving(*engines, directory=directory, limits=limits, revive=revive) as policy:
+        engines[0].healthy = False
+        policy.set_version(1, failed={engines[0].worker})
+        engines[1].fail("/generate", 500)
+        assert (await open_session(policy).chat([USER])).message["content"] == "x"
+
+
 # -- joining, draining, leaving
 
 
@@ -682,7 +693,6 @@ async def test_the_openings_of_a_breaker_count_once_also_when_its_worker_leaves(
         assert policy.fleet.stats.take()["router/breaker_openings"] == 1
 
 
-# -- ranks
 # -- ranks
 
 

@@ -266,7 +266,7 @@ class Fleet:
             except EngineError as failure:
                 error = failure
         await self.check_health()
-        if error is not None and not self.table.offered():
+        if error is not None and not any(entry.healthy or entry.up for entry in self.table):
             raise error
 
 
