@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollhook.budgets import AgentClock
+from rollhook.component import Config
 from rollhook.engine.base import SamplingParams
 from rollhook.engine.weights import WeightStore
 from rollhook.errors import BudgetExceeded, EngineError
@@ -348,6 +349,26 @@ async def test_closing_during_a_reply_aborts_it_and_commits_nothing(directory, r
         assert not session.leaves()
         assert [e.open_sessions for e in policy.table] == [0]
         assert [e.tokens_in_flight for e in policy.table] == [0]
+
+
+async def test_a_policy_that_fails_when_a_session_ends_keeps_nothing_under_way(directory, renderer):
+    class Broken(RouterPolicy):
+        def closed(self, session_id):
+            raise RuntimeError("the policy is broken")
+
+    engine = FakeEngine(says(renderer, "hi"))
+    policies = [Broken(Config(), build_context(directory))]
+    async with serving(engine, directory=directory, policies=policies) as policy:
+        session = open_session(policy)
+        engine.hold()
+        call = asyncio.ensure_future(session.chat([USER]))
+        await engine.until(lambda: engine.running == 1)
+        with pytest.raises(RuntimeError, match="the policy is broken"):
+            await session.close()
+        with pytest.raises(SessionClosedError):
+            await call
+        await engine.until(lambda: engine.running == 0)
+        assert [entry.open_sessions for entry in policy.table] == [0]
 
 
 async def test_a_cancelled_call_is_aborted_at_the_engine(directory, renderer):

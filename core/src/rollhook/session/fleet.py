@@ -118,8 +118,8 @@ class Fleet:
 
     def leave(self, route: Route) -> None:
         """Forget a session: its worker's count and what the router policies know of it."""
-        self._router.closed(route.request.session_id)
         self._assign(route, None)
+        self._router.closed(route.request.session_id)
 
     async def worker(
         self, route: Route, failed: set[Worker], faults: int, prompt: Sequence[int] = ()

@@ -178,8 +178,10 @@ class Session:
         What was committed can still be read.
         """
         if not self.closed:
-            self._policy.leave(self.route)
-            await self._calls.close()
+            try:
+                self._policy.leave(self.route)
+            finally:
+                await self._calls.close()
 
     async def _turn(self, request: _Request, on_delta: DeltaSink | None) -> Reply:
         self._started += 1
