@@ -195,6 +195,7 @@ async def test_a_dropped_connection_gives_what_came_before(client, after):
         engine.cut(after)
         with pytest.raises(CutStreamError) as caught:
             await client.generate(engine.worker, REQUEST, lambda ids: None)
+    assert str(caught.value).startswith(f"{engine.url}/generate was cut: ")
     assert caught.value.partial.token_ids == [5, 6][:after]
     assert caught.value.partial.versions == [1, 1][:after]
 

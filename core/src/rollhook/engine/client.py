@@ -83,7 +83,7 @@ class EngineClient:
                 generation = await self._generation(worker, body, on_tokens)
             except CutStreamError as cut:
                 self._check(cut.partial, request)
-                raise
+                raise CutStreamError(f"{worker.url}/generate was cut: {cut}", cut.partial) from cut
             self._check(generation, request)
             return generation
         except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
