@@ -1,6 +1,7 @@
 """The HTTP face of sessions: the same Session object, and the right status for whatever comes in."""
 
 import asyncio
+import logging
 import zlib
 from contextlib import asynccontextmanager
 
@@ -521,8 +522,10 @@ async def test_the_gateway_looks_for_idle_sessions_by_itself(engine, directory):
             await asyncio.sleep(0.001)
 
 
-async def test_a_token_is_required_where_there_is_one(engine, directory):
+async def test_a_token_is_required_where_there_is_one(engine, directory, caplog):
+    caplog.set_level(logging.DEBUG)
     async with facing(engine, directory, token="s3cret") as face:
+        assert (await face.call("POST", "/sessions?api_key=s3cret"))[0] == 401
         assert (await face.call("GET", "/health"))[0] == 200
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "s3cret"}):
             status, error = await face.call("POST", "/sessions", headers=headers)
@@ -530,6 +533,7 @@ async def test_a_token_is_required_where_there_is_one(engine, directory):
             assert "s3cret" not in error["error"]["message"]
         right = {"Authorization": "Bearer s3cret"}
         assert (await face.call("POST", "/sessions", headers=right))[0] == 201
+    assert "s3cret" not in caplog.text
 
 
 @pytest.mark.parametrize("bind", ["0.0.0.0", "::", "10.1.2.3", "example.org"])

@@ -118,7 +118,11 @@ class Gateway:
         """Listen; `url` says where."""
         # without auto_decompress a small body cannot become a huge one before anybody has looked at it
         self._runner = web.AppRunner(
-            self.app(), handler_cancellation=True, shutdown_timeout=1.0, auto_decompress=False
+            self.app(),
+            handler_cancellation=True,
+            shutdown_timeout=1.0,
+            auto_decompress=False,
+            access_log=None,
         )
         await self._runner.setup()
         await web.TCPSite(self._runner, self._bind, self._port).start()
