@@ -343,6 +343,11 @@ def test_a_step_before_setup_says_so(context: BuildContext) -> None:
         make(context).step([], 0)
 
 
+def test_a_gpu_that_is_not_there_is_said_in_one_sentence(context: BuildContext, model_dir: Path) -> None:
+    with pytest.raises(TrainerError, match="device cuda:99: torch sees no such GPU here; cpu or auto works"):
+        ready(context, model_dir, device="cuda:99")
+
+
 def test_the_tied_embedding_is_stored_once(model_dir: Path) -> None:
     names = read_tensors(model_dir)
     assert "lm_head.weight" not in names

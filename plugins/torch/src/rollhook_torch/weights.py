@@ -28,10 +28,13 @@ TOKENIZER_FILES = (
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device that a configuration names."""
+    """Return the device that a configuration names. Raises TrainerError for a GPU that torch does not see."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(name)
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise TrainerError(f"device {name}: torch sees no such GPU here; cpu or auto works")
+    return device
 
 
 def load_model(directory: Path, dtype: str, device: torch.device) -> Any:
