@@ -24,6 +24,10 @@ class NoKeys(Config):
     """No keys."""
 
 
+class GeneratorKeys(Config):
+    context_length: Annotated[int | None, Field(description="tokens of prompt and reply")] = None
+
+
 class RoomConfig(Config):
     size: Annotated[PositiveInt, Field(description="rooms")] = 1
     pack: Annotated[Use | None, ComponentRef("pack"), Field(description="a pack")] = None
@@ -197,7 +201,7 @@ def rollhook_router_policies():
 
 @hookimpl
 def rollhook_engines():
-    return _components(generator=(NoKeys, "Generator"), text=(NoKeys, "TextOnly"))
+    return _components(generator=(GeneratorKeys, "Generator"), text=(NoKeys, "TextOnly"))
 
 
 @hookimpl

@@ -269,14 +269,18 @@ def budgets(c: Composition) -> Iterator[Problem]:
             f"one reply may have {b.reply_tokens} tokens, a whole session only {b.max_seq_len}",
             hint="lower budgets.reply_tokens or raise budgets.max_seq_len",
         )
-    length = c.recipe.model.context_length if c.recipe.model else None
-    if length is not None and b.max_seq_len > length:
-        key = "budgets.max_seq_len" if c.says("budgets.max_seq_len") else "model.context_length"
-        yield Problem(
-            key,
-            f"a session may have {b.max_seq_len} tokens, the model's context only {length}",
-            hint="lower budgets.max_seq_len",
-        )
+    engine = c.part("engine")
+    for whose, length in (
+        ("model", c.recipe.model.context_length if c.recipe.model else None),
+        ("engine", getattr(engine.config, "context_length", None) if engine else None),
+    ):
+        if length is not None and b.max_seq_len > length:
+            key = "budgets.max_seq_len" if c.says("budgets.max_seq_len") else f"{whose}.context_length"
+            yield Problem(
+                key,
+                f"a session may have {b.max_seq_len} tokens, the {whose}'s context only {length}",
+                hint="lower budgets.max_seq_len",
+            )
 
 
 def model(c: Composition) -> Iterator[Problem]:
