@@ -209,6 +209,7 @@ async def test_bodies_that_are_no_json_object_are_refused(face, raw, told):
 @pytest.mark.parametrize(
     ("body", "told"),
     [
+        ({"turn": 2, "top_k": 5}, "no such fields: top_k, turn; a session has max_seq_len"),
         ({"session_id": "a/b"}, "session_id"),
         ({"session_id": 7}, "session_id"),
         ({"session_id": ""}, "session_id"),

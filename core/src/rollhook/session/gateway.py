@@ -54,6 +54,10 @@ class SessionDefaults:
     sampling: SamplingParams = field(default_factory=SamplingParams)
 
 
+#: what POST /sessions takes
+_OPENING = {"session_id", "task_id", "turns", "max_seq_len", "reply_tokens", "temperature", "top_p", "seed"}
+
+
 class Gateway:
     """Serves `/sessions...` of one policy; the base URL of a session is what a client is given.
 
@@ -148,6 +152,8 @@ class Gateway:
         body = await self._body(request, empty_ok=True)
         if len(self._policy.sessions) >= self._max_sessions:
             raise RefusedError(429, f"{self._max_sessions} sessions are open; close some")
+        if strays := ", ".join(sorted(set(body) - _OPENING)):
+            raise RefusedError(422, f"no such fields: {strays}; a session has {', '.join(sorted(_OPENING))}")
         defaults, sampling = self._defaults, self._defaults.sampling
         session_id = body.get("session_id", uuid4().hex)
         task_id = body.get("task_id", "")
