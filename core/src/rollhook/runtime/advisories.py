@@ -143,8 +143,8 @@ RULES = (
     ),
     Rule(
         "no variance", _alike, 0.5, 0.4,
-        "no variance: {percent:.0f} % of the groups have equal rewards and do not train; other tasks, or "
-        "rollout.draw learnable",
+        "no variance: {percent:.0f} % of the groups have equal rewards and do not train; other tasks, larger "
+        "groups (rollout.group_size), or rollout.draw learnable if it is not",
     ),
     Rule(
         "truncated", _mean("rollout/truncated_ratio"), 0.25, 0.2,
