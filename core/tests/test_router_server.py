@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+import logging
 
 import aiohttp
 import orjson
@@ -353,6 +354,22 @@ async def test_a_worker_is_routable_only_once_it_is_healthy():
         async with client.get(accepted["location"]) as response:
             assert (await response.json())["job_status"]["status"] == "completed"
         assert (await generated(client))[0] == 200
+
+
+async def test_an_engine_that_waits_and_one_that_leaves_are_in_the_log(caplog):
+    caplog.set_level(logging.INFO, logger="rollhook.router_server")
+    async with FakeEngine() as engine, routing(engine.url) as (_, client):
+        await client.delete(f"/workers/{worker_id(parse_name(engine.url))}")
+        async with FakeEngine() as ill:
+            ill.healthy = False
+            await client.post("/workers", json={"url": ill.url})
+            async with asyncio.timeout(20):
+                while f"engine {ill.url} is waited for: {ill.url}/health" not in caplog.text:
+                    await asyncio.sleep(0.005)
+            status, answer = await generated(client)
+    assert f"engine {engine.url} left" in caplog.text
+    assert status == 503
+    assert "no engine has joined; add one with POST /workers" in answer["error"]["message"]
 
 
 # -- retries

@@ -78,8 +78,9 @@ def router(  # noqa: PLR0913, PLR0917 - the options of a command
     and go by the worker API of SGLang's router: POST /workers {"url": ...}, GET /workers, DELETE /workers/ID;
     so a framework that takes an external router registers its own here. /metrics is for Prometheus.
 
-        rollhook router --worker http://10.0.0.7:30000 --worker http://10.0.0.8:30000
-        rollhook router --policy prefix_cache --host 0.0.0.0 --token env:ROUTER_TOKEN
+        rollhook router --worker http://10.0.0.7:30000 --policy prefix_cache
+
+        rollhook router --host 0.0.0.0 --token env:ROUTER_TOKEN
     """
     from rollhook.router_server.server import RouterOptions, RouterServer
 

@@ -90,6 +90,7 @@ class Engines:
                 joining = self._registered.pop(other).joining
                 if joining is not None:
                     joining.cancel()
+                log.info("engine %s left", worker_name(other))
         self._pool.remove(worker)
 
     async def close(self) -> None:
@@ -100,12 +101,15 @@ class Engines:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _join(self, engine: Engine) -> None:
-        deadline = self._now() + self._startup
+        deadline, said = self._now() + self._startup, ""
         while not await self._ready(engine):
             if self._now() >= deadline:
                 engine.state = "failed"
                 log.error("engine %s is given up: %s", worker_name(engine.worker), engine.problem)
                 return
+            if engine.problem != said:
+                log.info("engine %s is waited for: %s", worker_name(engine.worker), engine.problem)
+                said = engine.problem
             await self._sleep(self._poll)
         workers = self._workers(engine)
         engine.state, engine.problem = "ready", ""

@@ -218,6 +218,6 @@ def _kept(upstream: aiohttp.ClientResponse) -> LooseHeaders:
 def _none(pool: Pool, asked: Asked) -> str:
     workers = pool.table.workers
     if not workers:
-        return "no engine is registered; add one with POST /workers"
+        return "no engine has joined; add one with POST /workers, its location says what is waited for"
     rank = "" if asked.rank is None else f" has rank {asked.rank} and"
     return f"none of the {len(workers)} workers{rank} is healthy; see GET /workers"
