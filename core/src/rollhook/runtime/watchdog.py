@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import traceback
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Self
 
 logger = logging.getLogger(__name__)
@@ -17,8 +17,10 @@ logger = logging.getLogger(__name__)
 class Watchdog:
     """Asks the running loop for a sign of life all the time, from a thread of its own.
 
-    `longest` is the longest wait for one so far, in seconds. With `report`, what holds the loop for
-    longer than `limit` seconds is logged with the stack that holds it, once per stall.
+    `longest` is the longest wait for one so far, in seconds. With `report`, what holds the loop when a sign
+    has not come for `limit` seconds is logged with its stack, once per stall. Where no piece of work has
+    held it for half of that time, there is only much work, or little of the machine for it: nothing is
+    logged, for none of it is at fault.
     """
 
     def __init__(self, *, limit: float = 0.5, interval: float = 0.05, report: bool = False) -> None:
@@ -49,16 +51,25 @@ class Watchdog:
                 self._loop.call_soon_threadsafe(answered.set)
             except RuntimeError:
                 return  # the loop is closed
-            if not answered.wait(self._limit):
-                self._stalled()
+            if not answered.wait(self._limit / 2):
+                before = self._callback()
+                if not answered.wait(self._limit / 2):
+                    self._stalled(before)
+                del before  # a frame keeps its locals alive
                 while not answered.wait(self._limit) and not self._ended.is_set():
                     pass
             self.longest = max(self.longest, time.monotonic() - asked)
 
-    def _stalled(self) -> None:
-        self.stalls += 1
-        if not self._report:
-            return
+    def _callback(self) -> FrameType | None:
+        """Return the frame of the loop's present callback, another one for each."""
         frame = sys._current_frames().get(self._ident)
-        stack = "".join(traceback.format_stack(frame)[-6:]) if frame is not None else "unknown\n"
-        logger.warning("the event loop is held for more than %g s by:\n%s", self._limit, stack)
+        while frame is not None and frame.f_code is not asyncio.Handle._run.__code__:
+            frame = frame.f_back
+        return frame
+
+    def _stalled(self, before: FrameType | None) -> None:
+        self.stalls += 1
+        frame = sys._current_frames().get(self._ident)
+        if self._report and before is not None and self._callback() is before:
+            stack = "".join(traceback.format_stack(frame)[-6:])
+            logger.warning("the event loop is held for more than %g s by:\n%s", self._limit, stack)
