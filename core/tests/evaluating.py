@@ -12,7 +12,7 @@ import os
 import signal
 from pathlib import Path
 
-from driving import ShelfConfig
+from driving import AnswersConfig, ShelfConfig
 
 from rollhook import Component, Config, hookimpl
 from rollhook.engine.messages import Completion, MessageEngine, RequestLimits
@@ -149,7 +149,7 @@ class Oracle(MessageEngine):
 
 COMPONENTS = {
     "environments": ("riddles", RiddlesConfig, "evaluating:Riddles"),
-    "agents": ("answers", Config, "driving:Answers"),
+    "agents": ("answers", AnswersConfig, "driving:Answers"),
     "sandboxes": ("shelf", ShelfConfig, "driving:Shelf"),
     "router_policies": ("first", Config, "rollhook.router:RouterPolicy"),
     "launchers": ("here", Config, "toy_plugins:Here"),

@@ -28,7 +28,7 @@ async def asked(directory, *texts, stop=True, defaults=None):
     async with serving(fake, directory=directory) as tokens:
         gateway = Gateway(tokens, token=TOKEN, defaults=defaults)
         await gateway.start()
-        inner = tokens.open("s1", max_seq_len=5000, reply_tokens=100, turns=3)
+        inner = tokens.open("s1", max_seq_len=5000, reply_tokens=100, turns=3, sampling=SamplingParams(0.0))
         config = OpenAIConfig(
             base_url=f"{gateway.url}/sessions/s1", model="policy", api_key="env:GATEWAY_TOKEN"
         )
@@ -106,7 +106,9 @@ async def test_a_gateway_over_messages_serves_outside_agents_too(tmp_path):
         engine = OpenAIEngine(config, build_context(tmp_path))
         try:
             await engine.start()
-            outer = MessagePolicy(engine).open("outer", max_seq_len=4000, reply_tokens=100, turns=9)
+            outer = MessagePolicy(engine).open(
+                "outer", max_seq_len=4000, reply_tokens=100, turns=9, sampling=SamplingParams(0.0)
+            )
             assert (await outer.chat([USER])).message["content"] == "one"
         finally:
             await engine.stop()
