@@ -26,6 +26,7 @@ from rollhook.runtime.diagnosis import diagnose
 from rollhook.runtime.episode import EpisodeRequest, EpisodeRunner
 from rollhook.runtime.live import Live
 from rollhook.runtime.live_file import publishing, read_live, snapshot
+from rollhook.runtime.mirror import begin_anew
 from rollhook.runtime.vitals import state_of
 from rollhook.sandbox import SandboxSpec
 from rollhook.sandbox.pool import SandboxPool
@@ -163,6 +164,19 @@ class GatedPolicy:
 
     def open(self, session_id: str, **keys: Any) -> GatedSession:
         return GatedSession(self._gates)
+
+
+async def test_an_episode_that_is_in_no_node_yet_is_there_since_it_began_or_began_anew() -> None:
+    now = 1000.0
+    live = Live(now=lambda: now)
+    with live.running(EpisodeRequest("e1", "g1", TASK, 7, SamplingParams()), 90.0) as episode:
+        now = 1003.0
+        assert snapshot(live, ())["episodes"][0]["seconds_in_node"] == 3.0
+        live.enter(episode, "agent", 60.0)
+        begin_anew(episode, now)
+        now = 1004.0
+        (found,) = snapshot(live, ())["episodes"]
+    assert (found["node"], found["seconds_in_node"], found["seconds"]) == ("", 1.0, 4.0)
 
 
 async def test_a_live_episode_says_where_it_is_what_it_waits_for_and_which_deadline_is_next() -> None:

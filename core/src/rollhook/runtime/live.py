@@ -106,7 +106,7 @@ class Live:
         task = asyncio.current_task()
         assert task is not None
         now = self.now()
-        live = LiveEpisode(request, task, now, episode_deadline=now + limit)
+        live = LiveEpisode(request, task, now, node_since=now, episode_deadline=now + limit)
         self.episodes[request.episode_id] = live
         try:
             yield live

@@ -87,9 +87,9 @@ def reflect(live: LiveEpisode, state: EpisodeState, now: float) -> None:
     ]
 
 
-def begin_anew(live: LiveEpisode) -> None:
+def begin_anew(live: LiveEpisode, now: float) -> None:
     """Let a live episode show that it has not begun."""
-    live.node, live.deadline, live.first_version = "", None, None
+    live.node, live.node_since, live.deadline, live.first_version = "", now, None, None
     live.session = live.clock = None
     live.boxes, live.waits = {}, []
 

@@ -365,7 +365,7 @@ class _RemoteRunner:
                     return await worker.run(name, request, live)
                 except WorkerLostError as error:
                     cause = str(error)
-                    begin_anew(live)
+                    begin_anew(live, time.monotonic())
         cause = f"it was run {MOST_RUNS} times and its worker died each time ({cause})"
         return workers.unrun(name, request, Outcome("infra_error", boundary="worker", cause=cause))
 
