@@ -172,6 +172,20 @@ class LeavesCancelled(Broken):
         return sandbox  # type: ignore[return-value]
 
 
+class TakesEverything(Broken):
+    """Makes a sandbox whatever it was asked for."""
+
+    def refuse(self, spec: SandboxSpec) -> None:
+        pass
+
+
+class AdoptsUnseen(Broken):
+    """Adopts what is not there."""
+
+    async def adopt(self, sandbox_id: str, spec: SandboxSpec) -> FakeSandbox:
+        return self.provider.get(sandbox_id) or self.wrap(sandbox_id, spec, Path("/nowhere"))
+
+
 CASES = [
     (TextFiles, {"test_bytes_that_are_no_text_are_kept", "test_a_small_tree_is_uploaded"}),
     (WritesThroughLinks, {"test_a_link_is_replaced_not_written_through"}),
@@ -227,6 +241,8 @@ CASES = [
     ),
     (ForgetsLabels, {"test_labels_find_a_sandbox"}),
     (DeletesOnce, {"test_deleting_twice_is_a_success", "test_another_client_lists_and_deletes"}),
+    (TakesEverything, {"test_what_it_cannot_do_is_refused"}),
+    (AdoptsUnseen, {"test_a_sandbox_whose_reply_was_lost_is_adopted"}),
     (LeavesCancelled, {"test_a_cancelled_create_leaves_nothing"}),
 ]
 

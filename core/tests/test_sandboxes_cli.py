@@ -26,6 +26,8 @@ MODULE = """
     live = {}
 
     class Remembering(ScriptedBackend):
+        gaps = {"test_a_pipe_stays_open": "the service closes it"}
+
         def __init__(self, config, context):
             super().__init__()
             self.live = live
@@ -98,6 +100,11 @@ def test_list_says_whose_each_is_and_whether_it_may_go(
     (row,) = json.loads(capsys.readouterr().out)["sandboxes"]
     assert row["sandbox"]["id"] == sandbox
     assert (row["lease"]["episode"], row["reap"]) == ("e1", True)
+
+
+def test_show_says_what_a_backend_cannot_do(capsys: pytest.CaptureFixture[str]) -> None:
+    rollhook("show", "sandbox.remembering")
+    assert "  cannot:\n    a_pipe_stays_open  the service closes it\n" in capsys.readouterr().out
 
 
 def test_reap_deletes_what_has_ended(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

@@ -328,9 +328,10 @@ async def test_a_create_that_fails_says_why_and_leaves_nothing(tmp_path: Path) -
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"image": "debian:12"}, "no container images"),
-    ({"dockerfile": "FROM debian"}, "no container images"),
-    ({"network": True}, "no network"),
+    ({"image": "debian:12"}, "cannot run the container image debian:12"),
+    ({"dockerfile": "FROM debian"}, "cannot build an image from a Dockerfile"),
+    ({"network": True}, "cannot offer a network"),
+    ({"network_allow": ("example.org",)}, "cannot allow only certain hosts"),
     ({"workdir": "work"}, "not an absolute path"),
 ]
 
@@ -344,7 +345,17 @@ async def test_what_a_local_sandbox_is_not_is_refused(
     with pytest.raises(SandboxError, match=reason) as raised:
         await backend.create(SandboxSpec(**spec))
     assert raised.value.kind == "user"
+    with pytest.raises(SandboxError, match=reason):
+        await backend.bake(SandboxSpec(**spec))
     await backend.aclose()
+
+
+def test_a_price_counts_the_sizes_in_force(tmp_path: Path) -> None:
+    assert backend_of(tmp_path).price_per_second(SandboxSpec()) is None
+    priced = backend_of(tmp_path, prices={"cpu_hour": 3600.0, "gib_hour": 1800.0}, memory_bytes=1 << 30)
+    assert priced.price_per_second(SandboxSpec(cpus=2.0)) == 2.5
+    assert priced.price_per_second(SandboxSpec(cpus=2.0, memory_bytes=2 << 30)) == 3.0
+    assert priced.price_per_second(SandboxSpec()) is None, "the number of processors is not known"
 
 
 @pytest.mark.parametrize("path", [str(Path.home()), str(Path.cwd()), "/"])

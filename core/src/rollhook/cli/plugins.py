@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -57,7 +58,10 @@ def show(
     ],
     json: Annotated[bool, typer.Option("--json", help="Print the JSON Schema.")] = False,
 ) -> None:
-    """Show the keys of a component or of a section of a recipe: types, defaults, descriptions."""
+    """Show the keys of a component or of a section of a recipe: types, defaults, descriptions.
+
+    Of a sandbox backend also what its provider cannot do.
+    """
     models = _section(name) or _components(name)
     if json:
         as_json({title: model.model_json_schema() for title, (_, model) in models.items()})
@@ -66,6 +70,9 @@ def show(
         typer.echo(("\n" if index else "") + f"{title}: {summary}")
         rows = _rows(model)
         table(rows, indent="  ") if rows else typer.echo("  no keys")
+        if gaps := _gaps(title):
+            typer.echo("  cannot:")
+            table([(case.removeprefix("test_"), reason) for case, reason in gaps.items()], indent="    ")
 
 
 def _claims(entry: EntryInfo, entries: list[EntryInfo]) -> str:
@@ -127,6 +134,21 @@ def _components(name: str) -> dict[str, tuple[str, type[BaseModel]]]:
     loaded = load(wanted)
     found = {f"{kind}.{each}": loaded.component(kind, each) for kind, each in wanted}
     return {title: (component.summary, component.config) for title, component in found.items()}
+
+
+def _gaps(title: str) -> Mapping[str, str]:
+    """Return the cases of the contract that a sandbox backend says it fails, each with its reason."""
+    from rollhook.plugins import LoadError, load
+
+    kind, _, name = title.partition(".")
+    if kind != "sandbox" or not name:
+        return {}
+    try:
+        gaps = getattr(load([(kind, name)]).load_class(kind, name), "gaps", {})
+    except LoadError as error:
+        typer.echo(f"what {title} cannot do is not known: {error}", err=True)
+        return {}
+    return gaps if isinstance(gaps, Mapping) else {}
 
 
 def _rows(model: type[BaseModel]) -> list[tuple[str, str, str, str]]:

@@ -7,34 +7,55 @@ mean is written once, in `rollhook.sandbox.sandbox`, on top of this.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from rollhook.component import BuildContext
+from rollhook.errors import SandboxError
+from rollhook.sandbox.prices import Prices
 
 
 @dataclass(frozen=True)
 class SandboxSpec:
     """What is asked of a sandbox; None means the backend's default.
 
-    `image` is a container image reference (backends without images refuse it, see the capability
-    `image`); `workdir` is where commands start; `memory_bytes`, `cpus`, `pids` and `disk_bytes` are
-    limits; `network` False asks for none; `lifetime_seconds` is the dead-man's switch that the
-    provider itself enforces where it can; `labels` carry the lease.
+    `image` is a container image reference (capability `image`). `dockerfile` is the text of a Dockerfile
+    and `context_dir` the directory of this host that its COPY lines refer to (capability `image_build`);
+    `build_seconds` limits the building. `workdir` is where commands start; `user` runs those that name no
+    user (capability `user`). `memory_bytes`, `cpus`, `pids` and `disk_bytes` are limits. `network` False
+    asks for none, but for the host names in `network_allow` (capability `network_allowlist`).
+    `lifetime_seconds` is the dead-man's switch that the provider itself enforces where it can; `labels`
+    carry the lease.
     """
 
     image: str | None = None
     dockerfile: str | None = None
+    context_dir: str | None = None
+    build_seconds: float | None = None
     workdir: str = "/work"
+    user: str | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     memory_bytes: int | None = None
     cpus: float | None = None
     pids: int | None = None
     disk_bytes: int | None = None
     network: bool = False
+    network_allow: tuple[str, ...] = ()
     lifetime_seconds: float | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
+
+
+def unmet(spec: SandboxSpec, capabilities: Collection[str]) -> list[str]:
+    """Return what `spec` asks for beyond these capabilities, each as words that follow "cannot"."""
+    asked = [
+        ("image", spec.image is not None, f"run the container image {spec.image}"),
+        ("image_build", spec.dockerfile is not None, "build an image from a Dockerfile"),
+        ("user", spec.user not in (None, "root", "0"), f"run commands as user {spec.user}"),
+        ("network_on", spec.network, "offer a network"),
+        ("network_allowlist", bool(spec.network_allow), "allow only certain hosts on the network"),
+    ]
+    return [words for capability, wanted, words in asked if wanted and capability not in capabilities]
 
 
 @dataclass(frozen=True)
@@ -95,6 +116,8 @@ class RawSandbox(ABC):
     ) -> RawProcess:
         """Start `argv` without a shell, in a session of its own.
 
+        Without `user` it runs as the user that may do most here, so that it can kill and remove what others
+        left; the core passes `spec.user` for commands that name none.
         `env` adds to the sandbox's own. Without `stdin` the process reads from /dev/null. A program that
         is not there ends with exit code 127, one that cannot be executed (or whose `cwd` is gone) with 126
         and the reason on stderr, as under a shell. Raises SandboxDead; SandboxError(kind="user") for an
@@ -144,6 +167,9 @@ class SandboxBackend(ABC):
     capabilities: frozenset[str] = frozenset()
     #: True: not isolated from the host; refused in a recipe that trains
     unsafe: ClassVar[bool] = False
+    #: what the provider cannot do: name of a case of the contract -> reason. The suite expects exactly
+    #: these cases to fail, and `rollhook show` prints them
+    gaps: Mapping[str, str] = {}
 
     def __init__(self, config: Any, context: BuildContext) -> None:
         self.config = config
@@ -156,7 +182,8 @@ class SandboxBackend(ABC):
     async def create(self, spec: SandboxSpec) -> RawSandbox:
         """Make one sandbox, ready to run commands.
 
-        Cancelled or failing, it must leave nothing behind that `list` would not show.
+        Raises SandboxError(kind="user") for a spec that it cannot meet (`refuse` says it for those that the
+        capabilities name). Cancelled or failing, it must leave nothing behind that `list` would not show.
         """
 
     @abstractmethod
@@ -166,6 +193,36 @@ class SandboxBackend(ABC):
     @abstractmethod
     async def delete(self, sandbox_id: str) -> None:
         """Delete a sandbox and all that runs in it; one that is already gone is a success."""
+
+    async def bake(self, spec: SandboxSpec) -> str:
+        """Make whatever a create of this spec would first need: an image, a template, a snapshot.
+
+        Returns its name, "" (the default) where nothing needs to be made. What is there already is not made
+        again, and one is built however many ask. Raises SandboxError(kind="user") with the end of the log
+        for a build that fails.
+        """
+        self.refuse(spec)
+        return ""
+
+    async def adopt(self, sandbox_id: str, spec: SandboxSpec) -> RawSandbox:
+        """Attach to a sandbox of this spec whose create gave no answer; needs the capability `adopt`.
+
+        It was found by `list` under the nonce of its lease. Returns it ready to run commands; raises
+        SandboxDead when it cannot be used, and the pool deletes it.
+        """
+        raise NotImplementedError(f"{type(self).__name__} declares the capability `adopt` without the method")
+
+    def refuse(self, spec: SandboxSpec) -> None:
+        """Raise SandboxError(kind="user") for what `spec` asks beyond the capabilities of this backend."""
+        if missing := unmet(spec, self.capabilities):
+            raise SandboxError(
+                f"these sandboxes cannot {' or '.join(missing)}; use a sandbox backend that can", kind="user"
+            )
+
+    def price_per_second(self, spec: SandboxSpec) -> float | None:
+        """Return what a sandbox of this spec costs a second by the key `prices`; None: not known."""
+        prices = getattr(getattr(self, "config", None), "prices", None)
+        return prices.per_second(spec.cpus, spec.memory_bytes) if isinstance(prices, Prices) else None
 
     def retryable(self, error: Exception) -> bool:
         """Return whether a create that failed so may succeed if tried again (throttled, unreachable)."""
@@ -181,10 +238,13 @@ class SandboxBackend(ABC):
 
 KNOWN_CAPABILITIES = frozenset(
     {
-        "image",  # runs the task's own container image
+        "image",  # runs a container image by reference
+        "image_build",  # builds one from `dockerfile` and `context_dir`
         "isolation",  # own file system view and process tree
         "network_off",  # can deny all network
         "network_on",  # can offer a network
+        "network_allowlist",  # can deny all network but certain host names
+        "adopt",  # attaches to a sandbox whose create gave no answer
         "separate_streams",  # stdout and stderr apart
         "user",  # commands as another user
         "memory_limit",

@@ -148,6 +148,7 @@ class Sandbox:
         mark = f"{self._mark}.{next(self._numbers)}."
         cwd = self._absolute(cwd) if cwd is not None else None
         marked = {**(env or {}), scripts.MARK: mark}
+        user = self.spec.user if user is None else user
         return await self._raw.start(list(argv), cwd=cwd, env=marked, user=user, stdin=stdin), mark
 
     async def _exec_once(

@@ -205,7 +205,7 @@ class FakeSandbox(RawSandbox):
 class FakeSandboxes(SandboxBackend):
     """The backend; all that are made with one `provider` dictionary see the same sandboxes."""
 
-    capabilities = frozenset({"separate_streams"})
+    capabilities = frozenset({"separate_streams", "adopt"})
     _numbers: ClassVar[itertools.count[int]] = itertools.count(1)
 
     def __init__(self, provider: dict[str, FakeSandbox] | None = None) -> None:
@@ -214,6 +214,7 @@ class FakeSandboxes(SandboxBackend):
 
     async def create(self, spec: SandboxSpec) -> RawSandbox:
         """Make a directory."""
+        self.refuse(spec)
         root = Path(tempfile.mkdtemp(dir=_base()))
         for path in ("tmp", "root", spec.workdir.lstrip("/")):
             (root / path).mkdir(parents=True, exist_ok=True)
@@ -221,6 +222,12 @@ class FakeSandboxes(SandboxBackend):
         self.provider[sandbox.id] = sandbox
         self.creates += 1
         return sandbox
+
+    async def adopt(self, sandbox_id: str, spec: SandboxSpec) -> RawSandbox:
+        """Return the one that is there."""
+        if sandbox_id not in self.provider:
+            raise SandboxDead(f"sandbox {sandbox_id} is gone")
+        return self.provider[sandbox_id]
 
     def wrap(self, sandbox_id: str, spec: SandboxSpec, root: Path) -> FakeSandbox:
         """Make the object; broken variants make another."""

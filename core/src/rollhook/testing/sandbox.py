@@ -1,14 +1,14 @@
 """The contract of sandbox backends.
 
     class TestMine(SandboxContract):
-        gaps = {"test_50_mebibytes_of_stdin_arrive": "the service takes 1 MiB"}
-
         @pytest.fixture
         def make_backend(self):
             return lambda: MyBackend(MyConfig(), build_context(tmp_path))
 
-Every case makes its own backend and its own sandboxes. Cases of a capability that the backend does not
-declare are skipped; a declared one must be proven.
+What the provider cannot do is declared by the backend (`gaps`), so that users see it too; a suite may add
+`gaps` of its own, for what only its surroundings cannot do. Each such case must fail. Every case makes its
+own backend and its own sandboxes. Cases of a capability that the backend does not declare are skipped; a
+declared one must be proven.
 """
 
 from rollhook.testing.sandbox_commands import CommandCases, OutputCases

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rollhook.sandbox import Sandbox, SandboxBackend, SandboxSpec
-from rollhook.testing.contract import Contract
+from rollhook.testing.contract import Contract, expect_failure
 
 MakeBackend = Callable[[], SandboxBackend]
 
@@ -25,6 +25,11 @@ class SandboxCases(Contract):
     def make_backend(self) -> MakeBackend:
         """Return a function that makes a backend, not yet started."""
         raise NotImplementedError("define a fixture `make_backend` that returns a function making a backend")
+
+    @pytest.fixture(autouse=True)
+    def _declared_gap(self, request: pytest.FixtureRequest, make_backend: MakeBackend) -> None:
+        gaps = {**make_backend().gaps, **self.gaps}
+        expect_failure(request, gaps)
 
 
 @asynccontextmanager

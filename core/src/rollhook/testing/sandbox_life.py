@@ -8,11 +8,12 @@ import socket
 import tempfile
 import uuid
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from rollhook.errors import SandboxDead
-from rollhook.sandbox import SandboxSpec
+from rollhook.errors import SandboxDead, SandboxError
+from rollhook.sandbox import Sandbox, SandboxSpec
 from rollhook.testing.sandbox_case import (
     GRACE,
     MakeBackend,
@@ -24,6 +25,15 @@ from rollhook.testing.sandbox_case import (
     require,
     started,
 )
+
+#: a capability -> a spec that needs it
+BEYOND: dict[str, dict[str, Any]] = {
+    "image": {"image": "debian:12"},
+    "image_build": {"dockerfile": "FROM debian:12"},
+    "user": {"user": "nobody"},
+    "network_on": {"network": True},
+    "network_allowlist": {"network_allow": ("example.org",)},
+}
 
 
 def labels() -> dict[str, str]:
@@ -94,6 +104,48 @@ class LifeCases(SandboxCases):
             assert [info.id for info in await other.list(mark)] == [sandbox.id]
             await other.delete(sandbox.id)
             assert await other.list(mark) == []
+
+    async def test_what_it_cannot_do_is_refused(self, make_backend: MakeBackend) -> None:
+        async with started(make_backend) as backend:
+            mark = labels()
+            for capability, asked in BEYOND.items():
+                if capability in backend.capabilities:
+                    continue
+                for call in (backend.create, backend.bake):
+                    with pytest.raises(SandboxError) as raised:
+                        await call(SandboxSpec(labels=mark, **asked))
+                    assert raised.value.kind == "user", asked
+            assert await backend.list(mark) == []
+
+    async def test_baking_twice_is_a_success(self, make_backend: MakeBackend) -> None:
+        async with started(make_backend) as backend:
+            mark = labels()
+            names = await asyncio.gather(*(backend.bake(SandboxSpec(labels=mark)) for _ in range(3)))
+            assert len(set(names)) == 1
+            assert await backend.bake(SandboxSpec(labels=mark)) == names[0]
+            assert await backend.list(mark) == []
+
+    async def test_a_sandbox_whose_reply_was_lost_is_adopted(self, make_backend: MakeBackend) -> None:
+        async with started(make_backend) as other, started(make_backend) as backend:
+            require(backend, "adopt")
+            mark = labels()
+            spec = SandboxSpec(labels=mark, env={"NAME": "value"})
+            lost = await other.create(spec)
+
+            async def listed() -> bool:
+                return [info.id for info in await backend.list(mark)] == [lost.id]
+
+            assert await eventually(listed)
+            raw = await backend.adopt(lost.id, spec)
+            assert (raw.id, raw.spec.workdir) == (lost.id, spec.workdir)
+            sandbox = Sandbox(raw, capabilities=backend.capabilities, delete=backend.delete)
+            await sandbox.write("file", b"bytes")
+            result = await sandbox.shell("pwd; cat file; echo $NAME", timeout=60)
+            assert result.text.endswith(f"{spec.workdir}\nbytesvalue\n")
+            await sandbox.close()
+            assert await backend.list(mark) == []
+            with pytest.raises(SandboxDead):
+                await backend.adopt(lost.id, spec)
 
     async def test_deleting_twice_is_a_success(self, make_backend: MakeBackend) -> None:
         async with started(make_backend) as backend:

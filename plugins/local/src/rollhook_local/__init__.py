@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from rollhook import Component, Config, hookimpl
+from rollhook.sandbox.prices import Prices
 
 
 class LocalSandboxConfig(Config):
@@ -29,6 +30,7 @@ class LocalSandboxConfig(Config):
     writable: Annotated[
         tuple[str, ...], Field(description="further directories of its own in every sandbox, absolute")
     ] = ()
+    prices: Annotated[Prices, Field(description="what a sandbox costs; null prices: not known")] = Prices()
 
 
 class LocalLauncherConfig(Config):

@@ -128,7 +128,7 @@ class LocalSandboxes(SandboxBackend):
             await self.start()
         keeper = self.keeper
         assert keeper is not None
-        _refuse(spec)
+        self.refuse(spec)
         sandbox_id = f"local-{secrets.token_hex(8)}"
         root = state.directory()
         record = state.Record(
@@ -262,6 +262,17 @@ class LocalSandboxes(SandboxBackend):
         if sandbox is not None:
             sandbox.gone = True
 
+    def refuse(self, spec: SandboxSpec) -> None:
+        """Refuse what these sandboxes cannot do."""
+        super().refuse(spec)
+        if not posixpath.isabs(spec.workdir):
+            raise SandboxError(f"workdir {spec.workdir!r} is not an absolute path", kind="user")
+
+    def price_per_second(self, spec: SandboxSpec) -> float | None:
+        """Return the price of a second by the sizes in force."""
+        memory = spec.memory_bytes or self.config.memory_bytes
+        return self.config.prices.per_second(spec.cpus or self.config.cpus, memory)
+
     def retryable(self, error: Exception) -> bool:
         """Return whether another try may help: full tables of processes or files empty again."""
         return isinstance(error, SandboxError) and "temporarily unavailable" in str(error)
@@ -279,15 +290,6 @@ class LocalSandboxes(SandboxBackend):
         if self.keeper is not None:
             keeper, self.keeper = self.keeper, None
             await keeper.aclose(keep=bool(self._live))
-
-
-def _refuse(spec: SandboxSpec) -> None:
-    if spec.image or spec.dockerfile:
-        raise SandboxError("local sandboxes run no container images; use a backend that does", kind="user")
-    if spec.network:
-        raise SandboxError("local sandboxes have no network; use a backend that does", kind="user")
-    if not posixpath.isabs(spec.workdir):
-        raise SandboxError(f"workdir {spec.workdir!r} is not an absolute path", kind="user")
 
 
 def _hidden_paths(context: BuildContext) -> list[str]:
