@@ -6,7 +6,7 @@ import pytest
 
 from rollhook.environment import Verdict
 from rollhook.errors import VerifierError
-from rollhook.outcomes import action, checked, combine, unverified, verified
+from rollhook.outcomes import action, checked, combine, reaches, unverified, verified
 from rollhook.recipe.schema import Outcomes
 from rollhook.records import Outcome
 
@@ -53,8 +53,25 @@ def test_the_default_is_to_verify(ended):
 
 
 def test_phases_combine():
-    one, two = Verdict(1.0, {"a": 1.0}), Verdict(0.0, {"b": 0.0})
-    assert combine([one, two], "final") == two
-    assert combine([one, two], "mean").reward == 0.5
-    assert combine([one, Verdict(None), two], "mean").reward is None
+    one, two = Verdict(1.0, {"a": 1.0}, {"x": 1}), Verdict(0.0, {"b": 0.5}, {"y": 2})
+    final, mean = combine([one, two], "final"), combine([one, two], "mean")
+    assert (final.reward, final.components) == (0.0, {"b": 0.5})
+    assert (mean.reward, mean.components) == (0.5, {"a": 0.5, "b": 0.25})
+    phases = [
+        {"reward": 1.0, "components": {"a": 1.0}, "x": 1},
+        {"reward": 0.0, "components": {"b": 0.5}, "y": 2},
+    ]
+    assert final.detail == mean.detail == {"y": 2, "phases": phases}
+    lost = combine([one, Verdict(None, {}, {"reason": "why"}), two], "mean")
+    assert (lost.reward, lost.detail["reason"]) == (None, "why")
+    assert combine([one], "mean") is one
     assert combine([], "final").reward is None
+
+
+@pytest.mark.parametrize(
+    ("gate", "goes_on"),
+    [(None, True), (0.5, True), (0.6, False), ({"a": 1.0}, True), ({"a": 1.1}, False), ({"b": 0.0}, False)],
+)
+def test_a_gate_asks_for_the_reward_or_for_components(gate, goes_on):
+    assert reaches(Verdict(0.5, {"a": 1.0}), gate) is goes_on
+    assert not reaches(Verdict(None, {"a": 1.0}), gate)

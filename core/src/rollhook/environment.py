@@ -87,10 +87,14 @@ class Phase(ABC):
     #: the box whose sandbox the agent gets; None: the agent gets none
     box: str | None = None
     tools: Tools | None = None
+    #: user of the agent's commands; None: that of the box (`SandboxSpec.user`)
+    user: str | None = None
     #: seconds of `agent` and `verify` in this phase; what is more than the task's has no effect
     limits: Mapping[str, float] = {}
-    #: the phases after this one run only if its reward reaches this
-    min_reward: float | None = None
+    #: the `verify` boxes that this phase's verification uses; None: all
+    judges: Sequence[str] | None = None
+    #: the phases after this one run only if its reward, or each of these components, reaches this
+    min_reward: float | Mapping[str, float] | None = None
 
     async def respond(self, message: Message) -> Observation | None:
         """Speak between the agent's turns; None: nothing to say."""
@@ -130,7 +134,10 @@ class Episode(ABC):
 
     @abstractmethod
     def phases(self) -> AsyncIterator[Phase]:
-        """Yield the phases in order; usually one."""
+        """Yield the phases in order; usually one.
+
+        What a phase needs before its agent works is done before it is yielded, within the budget's `setup`.
+        """
 
 
 class Environment(ABC):
@@ -159,6 +166,17 @@ class Environment(ABC):
     def problems(self, sandbox_capabilities: frozenset[str]) -> Sequence[str]:
         """Return why this environment cannot run on a sandbox with these capabilities; empty: it can."""
         return ()
+
+    def lint(self, task: Task) -> Sequence[str]:
+        """Return what is doubtful about a task that can run; reads files, so called off the event loop."""
+        return ()
+
+    def hidden(self, task: Task) -> Mapping[str, bytes]:
+        """Return the files that no agent may be able to read, by name: tests, solutions.
+
+        Their SHA-256 is looked for in a sandbox (`tasks doctor`). Reads files, so called off the event loop.
+        """
+        return {}
 
     def describe(self) -> Mapping[str, str]:
         """Return what a reader of the results must know of the data: sizes, splits, stated noise."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import TYPE_CHECKING, Literal
 
@@ -56,14 +56,31 @@ def verified(verdict: Verdict) -> Outcome:
     return Outcome("scored", reward=float(reward))
 
 
+def reaches(verdict: Verdict, gate: float | Mapping[str, float] | None) -> bool:
+    """Return whether a phase's verdict lets the next one run: the reward, or every component named."""
+    if verdict.reward is None:
+        return False
+    if gate is None or isinstance(gate, int | float):
+        return gate is None or verdict.reward >= gate
+    return all(verdict.components.get(name, -math.inf) >= least for name, least in gate.items())
+
+
 def combine(verdicts: Sequence[Verdict], how: Literal["final", "mean"]) -> Verdict:
-    """Combine the verdicts of an episode's phases; one without a reward leaves the whole without one."""
+    """Combine the verdicts of an episode's phases; one without a reward leaves the whole without one.
+
+    Of several the detail is that of the last, with all of them under `phases`. A component that a phase
+    lacks counts as 0 in its mean.
+    """
     if not verdicts:
         return Verdict(None, detail={"reason": "the episode had no phase"})
-    for verdict in verdicts:
-        if verdict.reward is None:
-            return verdict
-    if how == "final" or len(verdicts) == 1:
-        return verdicts[-1]
+    if len(verdicts) == 1:
+        return verdicts[0]
+    last = next((verdict for verdict in verdicts if verdict.reward is None), verdicts[-1])
+    phases = [{"reward": v.reward, "components": dict(v.components), **v.detail} for v in verdicts]
+    detail = {**last.detail, "phases": phases}
     rewards = [v.reward for v in verdicts if v.reward is not None]
-    return Verdict(sum(rewards) / len(rewards), verdicts[-1].components, verdicts[-1].detail)
+    if how == "final" or len(rewards) < len(verdicts):
+        return Verdict(last.reward, last.components, detail)
+    names = dict.fromkeys(name for v in verdicts for name in v.components)
+    means = {name: sum(v.components.get(name, 0.0) for v in verdicts) / len(verdicts) for name in names}
+    return Verdict(sum(rewards) / len(rewards), means, detail)

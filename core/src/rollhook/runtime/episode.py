@@ -155,7 +155,8 @@ class EpisodeRunner:
         try:
             await self._create(request, episode, "start", limits, boxes, course)
             async with self._entered(episode, limits, course):
-                async for phase in episode.phases():
+                phases = episode.phases()
+                while (phase := await self._next(phases, limits, course)) is not None:
                     if not await self._phase(request, phase, limits, session, clock, boxes, episode, course):
                         break
             if course.outcome is None:
@@ -172,9 +173,14 @@ class EpisodeRunner:
         limits: Limits,
         boxes: dict[str, Sandbox],
         course: Course,
+        only: Sequence[str] | None = None,
     ) -> None:
         """Create the boxes of one moment, at once; on failure those that came up are left in `boxes`."""
-        wanted = {name: box for name, box in episode.boxes.items() if box.when == when and name not in boxes}
+        wanted = {
+            name: box
+            for name, box in episode.boxes.items()
+            if box.when == when and name not in boxes and (only is None or name in only)
+        }
         if not wanted:
             return
         pool = self.pool
@@ -218,6 +224,18 @@ class EpisodeRunner:
                     raise
                 logger.warning("leaving an episode took longer than %g s and is given up", limits.teardown)
 
+    async def _next(self, phases: AsyncIterator[Phase], limits: Limits, course: Course) -> Phase | None:
+        """Return the next phase, prepared by the environment; None after the last."""
+        with self._timed(course, "setup", limits.setup):
+            try:
+                async with asyncio.timeout(limits.setup) as preparing:
+                    return await anext(phases, None)
+            except TimeoutError:
+                if not preparing.expired():
+                    raise
+                course.fired = "setup"
+                raise TaskError(f"preparing a phase took longer than {limits.setup:g} s") from None
+
     async def _phase(
         self,
         request: EpisodeRequest,
@@ -242,12 +260,11 @@ class EpisodeRunner:
                     course.warnings.append(
                         f"{len(census.killed)} processes of the agent were killed in box {name}"
                     )
-            await self._create(request, episode, "verify", limits, boxes, course)
+            await self._create(request, episode, "verify", limits, boxes, course, phase.judges)
             seconds = min(limits.verify, phase.limits.get("verify", limits.verify))
             verdict = await self._verify(phase, seconds, course)
         course.verdicts.append(verdict)
-        gate = phase.min_reward
-        return verdict.reward is not None and (gate is None or verdict.reward >= gate)
+        return outcomes.reaches(verdict, phase.min_reward)
 
     async def _agent(
         self,
@@ -266,7 +283,7 @@ class EpisodeRunner:
             session=Recorder(session, course.heard, waiting),
             observation=phase.observation,
             budget=RemainingBudget(session, clock),
-            sandbox=AgentSandbox(box, clock, self._now, waiting) if box is not None else None,
+            sandbox=AgentSandbox(box, clock, self._now, waiting, phase.user) if box is not None else None,
             tools=phase.tools,
             respond=phase.respond,
             seed=request.seed,

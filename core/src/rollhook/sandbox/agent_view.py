@@ -31,8 +31,10 @@ class AgentSandbox:
         clock: AgentClock,
         now: Callable[[], float] = time.monotonic,
         waiting: Waiting = lambda what, limit: nullcontext(),
+        user: str | None = None,
     ) -> None:
         self._sandbox = sandbox
+        self._user = user
         self._clock = clock
         self._now = now
         self._waiting = waiting
@@ -54,7 +56,7 @@ class AgentSandbox:
         try:
             with self._waiting(lambda: f"command {shlex.join(argv)[:_SHOWN]}", limit):
                 result = await self._sandbox.exec(
-                    argv, cwd=cwd, env=env, user=user, timeout=limit, stdin=stdin
+                    argv, cwd=cwd, env=env, user=user or self._user, timeout=limit, stdin=stdin
                 )
         finally:
             self._clock.charge("command", self._now() - started)
