@@ -35,7 +35,7 @@ class SandboxSpec:
     build_seconds: float | None = None
     workdir: str = "/work"
     user: str | None = None
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)
     memory_bytes: int | None = None
     cpus: float | None = None
     pids: int | None = None
@@ -167,6 +167,8 @@ class SandboxBackend(ABC):
     capabilities: frozenset[str] = frozenset()
     #: True: not isolated from the host; refused in a recipe that trains
     unsafe: ClassVar[bool] = False
+    #: what the provider's limits on creating count for (endpoint, organisation); never a secret
+    account: str = ""
     #: what the provider cannot do: name of a case of the contract -> reason. The suite expects exactly
     #: these cases to fail, and `rollhook show` prints them
     gaps: Mapping[str, str] = {}
@@ -227,6 +229,14 @@ class SandboxBackend(ABC):
     def retryable(self, error: Exception) -> bool:
         """Return whether a create that failed so may succeed if tried again (throttled, unreachable)."""
         return False
+
+    def ambiguous(self, error: Exception) -> bool:
+        """Return whether a create that failed so may have made a sandbox all the same: its reply was lost.
+
+        By default all but errors of the caller and those that carry `retry_after`, a refusal.
+        """
+        refused = getattr(error, "retry_after", None) is not None
+        return not refused and getattr(error, "kind", None) != "user"
 
     def describe(self) -> Mapping[str, str]:
         """Return what is in force here, for `doctor` and the run's log: mode, limits, gaps."""

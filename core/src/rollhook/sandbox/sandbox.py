@@ -151,6 +151,11 @@ class Sandbox:
         user = self.spec.user if user is None else user
         return await self._raw.start(list(argv), cwd=cwd, env=marked, user=user, stdin=stdin), mark
 
+    @property
+    def _most(self) -> str | None:
+        """The user that moves and removes files, whoever runs the commands here."""
+        return None if self.spec.user is None else "root"
+
     async def _exec_once(
         self,
         argv: Sequence[str],
@@ -319,7 +324,7 @@ class Sandbox:
         if existed is None:
             rooted = any(posixpath.isabs(path) for path in paths)
             argv = scripts.remove_argv(absolute if rooted else paths)
-            result = await self.exec(argv, cwd="/" if rooted else None, timeout=120.0)
+            result = await self.exec(argv, cwd="/" if rooted else None, user=self._most, timeout=120.0)
             answers = result.text.split()
             if not result.ok or len(answers) != len(paths):
                 raise SandboxError(
@@ -330,7 +335,7 @@ class Sandbox:
 
     async def _unpack_into(self, remote: str, archive: BinaryIO) -> None:
         cwd = "/" if posixpath.isabs(remote) else None
-        process, mark = await self._start(transfer.unpack_argv(remote), cwd, None, None, True)
+        process, mark = await self._start(transfer.unpack_argv(remote), cwd, None, self._most, True)
         archive.seek(0)
         chunks = iter(lambda: archive.read(STDIN_CHUNK), b"")
         err = Capture(4096)
@@ -344,7 +349,7 @@ class Sandbox:
     async def _archive_of(self, remote: str, archive: BinaryIO, limit: int) -> str:
         """Write a tar of `remote` to `archive`; return what tar said on stderr."""
         cwd = "/" if posixpath.isabs(remote) else None
-        process, mark = await self._start(transfer.pack_argv(remote), cwd, None, None, False)
+        process, mark = await self._start(transfer.pack_argv(remote), cwd, None, self._most, False)
         err = Capture(1 << 18)
         warnings = asyncio.create_task(pump(process.stderr(), err))
         code: int | None = None
