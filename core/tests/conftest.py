@@ -16,9 +16,9 @@ from rollhook.testing.distributions import write_distribution
 
 TOY = "rollhook-toy"
 TOY_NAMES = """
-environment.room agent.talker agent.worker agent.cheat agent.idle sandbox.box sandbox.bare sandbox.wrapper
-sandbox.absent router.spread router.stick engine.generator engine.text trainer.learner trainer.tuner
-launcher.here launcher.afar tracker.log pack.sand plugin.watcher
+environment.room agent.talker agent.worker agent.caller agent.cheat agent.idle sandbox.box sandbox.bare
+sandbox.wrapper sandbox.absent router.spread router.stick engine.generator engine.text trainer.learner
+trainer.tuner launcher.here launcher.afar tracker.log pack.sand plugin.watcher
 """.split()  # noqa: SIM905
 
 BASE = """\

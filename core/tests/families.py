@@ -96,6 +96,7 @@ _MISTRAL = """{{- bos_token }}
 """
 # results only after calls, and no new turn of the assistant after them
 _DEEPSEEK = """{{- bos_token }}
+{%- if tools %}{{- 'Tools: ' + tools | tojson }}{% endif %}
 {%- for m in messages %}
 {%- if m.role == 'user' %}{{- '<｜User｜>' + m.content + '<｜Assistant｜>' }}
 {%- elif m.role == 'tool' %}
@@ -128,6 +129,7 @@ _KIMI = """
 {%- if add_generation_prompt %}{{- '<|im_assistant|>assistant<|im_middle|>' }}{% endif %}
 """
 _MINIMAX = """
+{%- if tools %}{{- ']~b]system\\n' + tools | tojson + '[e~[\\n' }}{% endif %}
 {%- for m in messages %}
 {{- ']~b]' + ('ai' if m.role == 'assistant' else m.role) + '\\n' + (m.content or '') }}
 {%- if m.tool_calls %}{{- '\\n<minimax:tool_call>\\n</minimax:tool_call>' }}{% endif %}

@@ -445,6 +445,21 @@ async def test_a_request_that_the_template_refuses_is_unprocessable(engine, tmp_
         assert "no tools here" in error["error"]["message"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_tools_that_the_template_leaves_out_are_refused(engine, tmp_path, stream):
+    template = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+    write_tokenizer(tmp_path / "plain", template=template)
+    async with facing(engine, tmp_path / "plain") as face:
+        session = await face.session()
+        tools = [{"type": "function", "function": {"name": "run"}}]
+        status, error = await face.chat(session, USER, tools=tools, stream=stream)
+        assert status == 400
+        assert error["error"]["type"] == "invalid_request_error"
+        assert error["error"]["code"] == "tools_not_supported"
+        assert "chat_template.jinja of plain leaves tools out" in error["error"]["message"]
+        assert (await face.chat(session, USER))[0] == 200
+
+
 async def test_a_client_that_goes_away_ends_its_reply(face, engine):
     engine.hold()
     session = await face.session()

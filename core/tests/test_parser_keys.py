@@ -9,6 +9,7 @@ from families import FAMILIES, write_family
 from rollhook.recipe.check import check_recipe
 from rollhook.recipe.schema import Model
 from rollhook.runtime.model import renderer
+from rollhook.testing.tokenizer import CHATML, write_tokenizer
 
 
 def problems(model: Path, *overrides: str) -> list[str]:
@@ -25,6 +26,17 @@ def test_names_are_compared_with_the_template_that_is_here(toys: Path) -> None:
     ]
     (toys / "other.jinja").write_text(FAMILIES["qwen3"].template)
     assert problems(toys, "model.tool_parser=hermes", f"model.chat_template={toys / 'other.jinja'}") == []
+
+
+def test_an_agent_that_gives_tools_needs_a_template_that_shows_them(toys: Path) -> None:
+    write_tokenizer(toys, template=CHATML)
+    assert problems(toys, "agent=caller") == []
+    write_tokenizer(toys, template=CHATML.replace("{% if tools %}", "{% if false %}"))
+    assert problems(toys) == []
+    assert problems(toys, "agent=caller") == [
+        f"model.chat_template: the chat template of {toys} leaves out the tools that agent caller gives the"
+        " policy"
+    ]
 
 
 def test_a_template_that_is_elsewhere_is_not_compared(toys: Path) -> None:

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from rollhook.errors import RollhookError
 from rollhook.reply.forms import sniffed, thinking
 from rollhook.session import Renderer
+from rollhook.session.template import shows_tools
 from rollhook.testing.tokenizer import write_tokenizer
 
 FETCHED = Path(__file__).resolve().parents[2] / ".ci/templates"
@@ -56,6 +57,8 @@ def converse(directory: Path, template: str, examples: int) -> None:
     renderer = Renderer(directory)
     form, marks = sniffed(template), thinking("auto", template)
     call = next((family.call for family in FAMILIES.values() if form and family.form == form.name), None)
+    if not shows_tools(template, renderer._variables):
+        call = None
     thinks = (
         ("" if renderer._thinking.opened else marks.start, marks.end)
         if marks and renderer._thinking

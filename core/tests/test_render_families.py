@@ -121,7 +121,7 @@ def test_a_message_that_the_template_leaves_out_is_refused(tmp_path):
 
 
 def test_tools_need_a_form_of_calls(tmp_path):
-    write_tokenizer(tmp_path, template=CHATML + "{{ tools }}")
+    write_tokenizer(tmp_path, template=CHATML.replace("<tool_call>", ""))
     user = {"role": "user", "content": "u"}
     assert Renderer(tmp_path).first([user])
     with pytest.raises(RenderError, match=r"no known form of calls; say which it is with model\.tool_parser"):
@@ -155,3 +155,17 @@ def test_reasoning_is_opened_by_the_prompt_of_the_turn(tmp_path):
     result = {"role": "tool", "content": "a", "tool_call_id": "c00000000"}
     going_on = asked + reply + renderer.increment([result], last_token=reply[-1])
     assert renderer.parse(reply, prompt=going_on) == {"role": "assistant", "content": "yes"}
+
+
+def test_tools_that_the_template_leaves_out_are_refused(tmp_path):
+    write_tokenizer(tmp_path / "plain", template=CHATML.replace("{% if tools %}", "{% if false %}"))
+    user = {"role": "user", "content": "run"}
+    with pytest.raises(RenderError, match=r"^the chat_template\.jinja of plain leaves tools out"):
+        Renderer(tmp_path / "plain").first([user], TOOLS)
+    with pytest.raises(RenderError, match=r"^the template of model\.chat_template leaves tools out"):
+        Renderer(
+            tmp_path / "plain",
+            "{% for m in messages %}{{ m.role + (m.content or '') }}{% endfor %}",
+            tool_parser="hermes",
+        ).first([user], TOOLS)
+    assert "run" in (shown := Renderer(tmp_path / "plain", CHATML)).decode(shown.first([user], TOOLS))

@@ -75,6 +75,10 @@ class Worker(Talker):
     needs_sandbox = True
 
 
+class Caller(Talker):
+    needs_tools = True
+
+
 class Cheat(Talker):
     needs_policy = False
     needs_solution = True
@@ -180,7 +184,11 @@ def rollhook_environments():
 @hookimpl
 def rollhook_agents():
     return _components(
-        talker=(NoKeys, "Talker"), worker=(NoKeys, "Worker"), cheat=(NoKeys, "Cheat"), idle=(NoKeys, "Idle")
+        talker=(NoKeys, "Talker"),
+        worker=(NoKeys, "Worker"),
+        caller=(NoKeys, "Caller"),
+        cheat=(NoKeys, "Cheat"),
+        idle=(NoKeys, "Idle"),
     )
 
 

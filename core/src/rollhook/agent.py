@@ -93,6 +93,8 @@ class Agent(ABC):
     needs_policy: ClassVar[bool] = True
     #: True: refuses to run in an episode without a sandbox
     needs_sandbox: ClassVar[bool] = False
+    #: True: gives the policy tools, which the model's chat template must show
+    needs_tools: ClassVar[bool] = False
 
     def __init__(self, config: Any, context: BuildContext) -> None:
         self.config = config

@@ -98,3 +98,19 @@ def test_a_key_that_is_wrong_is_named(
     with pytest.raises(TrainerError, match=reason) as caught:
         TorchTrainer.initialise_model({**model(rows_file), **change}, tmp_path / "model", 0)
     assert caught.value.kind == "user"
+
+
+def test_the_template_of_a_fresh_model_shows_tools_and_calls(model_dir: Path) -> None:
+    tools: list[Any] = [{"type": "function", "function": {"name": "run", "parameters": {}}}]
+    call: Any = {"id": "c00000000", "type": "function", "function": {"name": "run", "arguments": '{"a": 1}'}}
+    messages: list[Any] = [
+        {"role": "user", "content": "go"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "done", "tool_call_id": "c00000000"},
+    ]
+    renderer = Renderer(model_dir)
+    text = renderer.decode(renderer.first(messages, tools))
+    said = '<tool_call>{"name": "run", "arguments": {"a": 1}}</tool_call>'
+    assert '{"name": "run", "parameters": {}}' in text
+    assert f"<|im_start|>assistant\n{said}<|im_end|>" in text
+    assert renderer.parse(renderer.encode(said), tools)["tool_calls"][0]["function"]["name"] == "run"

@@ -27,7 +27,7 @@ _LEAST_FREE = 2 * 1024**3
 def check_site(composition: Composition) -> Iterator[Problem]:
     """Yield what is wrong here."""
     yield from _files(composition)
-    yield from _parsers(composition)
+    yield from _template(composition)
     yield from _storage(composition)
     yield from _secrets(composition)
     yield from _tasks(composition)
@@ -50,23 +50,34 @@ def _files(c: Composition) -> Iterator[Problem]:
         yield _site(key, f"{name!r} does not exist here")
 
 
-def _parsers(c: Composition) -> Iterator[Problem]:
-    """Compare the parsers that are named with the chat template, where that is here."""
-    m = c.recipe.model
-    if m is None or c.asks_endpoint or (m.tool_parser == "auto" and m.reasoning_parser == "auto"):
+def _template(c: Composition) -> Iterator[Problem]:
+    """Compare parsers that are named, and an agent that gives tools, with the chat template if it is here."""
+    m, agent = c.recipe.model, c.part("agent")
+    if m is None or c.asks_endpoint:
+        return
+    tools = agent is not None and agent.cls is not None and agent.cls.needs_tools
+    if m.tool_parser == "auto" and m.reasoning_parser == "auto" and not tools:
         return
     from rollhook.reply.forms import mismatches
-    from rollhook.session.template import read_json, template_text
+    from rollhook.session.template import read_json, shows_tools, template_text, token_variables
 
     directory = Path(m.tokenizer if isinstance(m.tokenizer, str) else m.path or "").expanduser()
     given = Path(m.chat_template).expanduser() if m.chat_template else None
     try:
         text = given.read_text("utf-8") if given else None
-        template = template_text(directory, read_json(directory / "tokenizer_config.json"), text)
+        config = read_json(directory / "tokenizer_config.json")
+        template = template_text(directory, config, text)
     except (OSError, RollhookError):
         return  # it is not here, or `_files` says so
     for key, reason in mismatches(m.tool_parser, m.reasoning_parser, template).items():
         yield _site(f"model.{key}", reason, f"set model.{key}=auto, or name the right template")
+    if tools and agent and not shows_tools(template, {**token_variables(config), **m.chat_template_kwargs}):
+        where = given or directory
+        yield _site(
+            "model.chat_template",
+            f"the chat template of {where} leaves out the tools that agent {agent.name} gives the policy",
+            "name a template that shows them",
+        )
 
 
 def _storage(c: Composition) -> Iterator[Problem]:

@@ -12,7 +12,7 @@ from rollhook.errors import BudgetExceeded, EngineError, RollhookError
 from rollhook.messages import Message, ToolSchema
 from rollhook.reply.parser import Delta
 from rollhook.session.common import SessionError
-from rollhook.session.render import RenderError
+from rollhook.session.render import RenderError, ToolsNotShownError
 
 _SAMPLING = ("temperature", "top_p", "top_k")
 
@@ -168,7 +168,8 @@ def failure(error: Exception) -> tuple[int, str, str | None]:
     if isinstance(error, RefusedError | SessionError):
         return error.status, str(error), None
     if isinstance(error, RenderError):
-        return 422, str(error), None
+        tools = isinstance(error, ToolsNotShownError)
+        return (400 if tools else 422), str(error), "tools_not_supported" if tools else None
     if isinstance(error, BudgetExceeded):
         return 403, str(error), "budget_exceeded"
     if isinstance(error, EngineError):

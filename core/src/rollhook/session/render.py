@@ -26,6 +26,7 @@ from rollhook.session.template import (
     compile_template,
     for_template,
     read_json,
+    template_name,
     template_text,
     token_variables,
 )
@@ -55,6 +56,10 @@ class RenderError(AgentError):
     """The chat template or the tokenizer refuses these messages."""
 
     kind = "user"
+
+
+class ToolsNotShownError(RenderError):
+    """The chat template would leave the tools out."""
 
 
 class Renderer:
@@ -88,6 +93,7 @@ class Renderer:
         self._marked = re.compile(f"{_OPEN}(.*?){_CLOSE}|[{_OPEN}{_CLOSE}]", re.DOTALL)
         self._variables = {**token_variables(config), **(template_variables or {})}
         template = template_text(self.directory, config, chat_template)
+        self._template_name = template_name(self.directory, chat_template)
         check_known(template)
         self._template = compile_template(template)
         self._calls = call_form(tool_parser, template)
@@ -109,9 +115,18 @@ class Renderer:
         self._bytes = frozenset(index for index in pieces if index is not None)
 
     def first(self, messages: Sequence[Message], tools: Sequence[ToolSchema] | None = None) -> list[int]:
-        """Return the ids of a whole conversation up to the point where the assistant speaks."""
+        """Return the ids of a whole conversation up to the point where the assistant speaks.
+
+        Raises RenderError where the template refuses the messages, as ToolsNotShownError the tools.
+        """
         self._check_tools(tools)
-        return self.encode(self._render(messages, tools, generate=True))
+        text = self._render(messages, tools, generate=True)
+        if tools and text == self._render(messages, None, generate=True):
+            raise ToolsNotShownError(
+                f"{self._template_name} leaves tools out, so the model would not know of them; name one that"
+                " shows them with model.chat_template, or describe them in a message and send none"
+            )
+        return self.encode(text)
 
     def increment(
         self,

@@ -48,6 +48,32 @@ def template_text(directory: Path, config: Mapping[str, Any], given: str | None)
     return str(template)
 
 
+def template_name(directory: Path, given: str | None) -> str:
+    """Return what to call the template that `template_text` returns, without a path of this machine."""
+    if given is not None:
+        return "the template of model.chat_template"
+    file = "chat_template.jinja"
+    return f"the {file if (directory / file).is_file() else 'chat_template'} of {directory.name}"
+
+
+def shows_tools(template: str, variables: Mapping[str, Any]) -> bool:
+    """Return whether a tool alters what is rendered; True where nothing can be rendered."""
+    tool = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}
+    user = {"role": "user", "content": "u"}
+    try:
+        compiled = compile_template(template)
+        for messages in ([user], [{"role": "system", "content": "s"}, user]):
+            with_tool, without = (
+                compiled.render(messages=messages, tools=tools, add_generation_prompt=True, **variables)
+                for tools in ([tool], None)
+            )
+            if with_tool != without:
+                return True
+    except (jinja2.TemplateError, UsageError, TypeError, ValueError, KeyError, AttributeError):
+        return True
+    return False
+
+
 def token_variables(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the named tokens that templates refer to, such as `bos_token`."""
     found = {}

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 CHATML = (
+    "{% if tools %}{{ '<|im_start|>system\\nCall with <tool_call>: ' + tools | tojson + '<|im_end|>\\n' }}"
+    "{% endif %}"
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + (message['content'] or '')"
     " + '<|im_end|>' + '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"

@@ -16,8 +16,15 @@ from rollhook_torch.weights import TOKENIZER_FILES
 START, END = "<|im_start|>", "<|im_end|>"
 PAD = "<|endoftext|>"
 CHATML = (
+    "{% if tools %}{{ '<|im_start|>system\\nTools:\\n' }}"
+    "{% for tool in tools %}{{ tool['function'] | tojson + '\\n' }}{% endfor %}"
+    '{{ \'Call: <tool_call>{"name": NAME, "arguments": OBJECT}</tool_call><|im_end|>\\n\' }}{% endif %}'
     "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + (message['content'] or '') }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "{% set called = {'name': call['function']['name'], 'arguments': call['function']['arguments']} %}"
+    "{{ '<tool_call>' + called | tojson + '</tool_call>' }}{% endfor %}"
+    "{{ '<|im_end|>' + '\\n' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
