@@ -1,8 +1,9 @@
 """The engine client: payloads per endpoint, deadlines, and what counts as a failure."""
 
 import asyncio
+import socket
 import time
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
 
 import pytest
@@ -270,6 +271,22 @@ async def test_silence_ends_at_the_deadline(engine):
     with pytest.raises(EngineError, match=r"did not answer within 0\.05 s") as caught:
         await client.generate(engine.worker, REQUEST)
     assert caught.value.kind == "retryable"
+    await client.aclose()
+
+
+async def test_a_connection_that_is_not_made_is_told_with_its_own_limit():
+    client = EngineClient(connect_timeout=0.2)
+    with socket.socket() as deaf, ExitStack() as others:
+        deaf.bind(("127.0.0.1", 0))
+        deaf.listen(0)
+        for _ in range(2):  # they fill its queue, so that nobody else gets in
+            other = others.enter_context(socket.socket())
+            other.setblocking(False)
+            other.connect_ex(deaf.getsockname())
+        worker = Worker(f"http://127.0.0.1:{deaf.getsockname()[1]}")
+        with pytest.raises(EngineError, match=r"/generate: no connection within 0\.2 s") as caught:
+            await client.generate(worker, REQUEST)
+        assert caught.value.kind == "retryable"
     await client.aclose()
 
 

@@ -285,6 +285,10 @@ class EngineClient:
                         f"{url}{path} answered {status}: {_reason(raw)}", kind=_kind(status), status=status
                     )
                 yield response
+        except aiohttp.ConnectionTimeoutError as error:
+            raise EngineError(
+                f"{url}{path}: no connection within {self._connect_timeout:g} s", kind="retryable"
+            ) from error
         except TimeoutError as error:
             raise EngineError(f"{url}{path} did not answer within {limit:g} s", kind="retryable") from error
         except (aiohttp.ClientError, OSError) as error:
