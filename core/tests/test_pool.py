@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollhook.errors import BudgetExceeded, RunError, SandboxError
-from rollhook.sandbox.backend import SandboxSpec
+from rollhook.errors import BudgetExceeded, RunError, SandboxDead, SandboxError
+from rollhook.sandbox.backend import RawSandbox, SandboxSpec
 from rollhook.sandbox.deletions import PoolTimes
 from rollhook.sandbox.lease import Lease
 from rollhook.sandbox.pool import SandboxPool
@@ -27,11 +27,30 @@ from rollhook.testing.scripted import (
 SPEC = SandboxSpec(lifetime_seconds=100.0)
 
 
+class Adopting(ScriptedBackend):
+    """One that attaches to what it made, unless `adopt_error` is set."""
+
+    capabilities = frozenset({"adopt"})
+    adopt_error: Exception | None = None
+
+    async def adopt(self, sandbox_id: str, spec: SandboxSpec) -> RawSandbox:
+        if self.adopt_error is not None:
+            raise self.adopt_error
+        return self.live[sandbox_id]
+
+
+class Priced(ScriptedBackend):
+    """One whose price is known for sandboxes of known size."""
+
+    def price_per_second(self, spec: SandboxSpec) -> float | None:
+        return spec.cpus
+
+
 class Bench:
     """A pool with everything around it scripted."""
 
-    def __init__(self, **options: Any) -> None:
-        self.backend = ScriptedBackend()
+    def __init__(self, *, backend: Any = None, **options: Any) -> None:
+        self.backend: Any = backend or ScriptedBackend()
         self.journal = ListJournal()
         self.time = FakeTime()
         options.setdefault("sleep", self.time.sleep)
@@ -171,23 +190,93 @@ async def test_other_errors_are_not_tried_again(error: Exception) -> None:
     await bench.close()
 
 
-async def test_what_a_failed_create_left_behind_is_swept() -> None:
+def made_and_lost(bench: Bench) -> Callable[[SandboxSpec], None]:
     """The reply was lost: the provider has made a sandbox that nobody has the id of."""
-    bench = Bench()
 
-    def made_and_lost(spec: SandboxSpec) -> None:
+    def step(spec: SandboxSpec) -> None:
         bench.backend.make(spec)
         raise ThrottledError("connection reset")
 
-    bench.backend.plan = [made_and_lost]
+    return step
+
+
+async def test_what_a_failed_create_left_behind_is_swept() -> None:
+    bench = Bench()
+    bench.backend.plan = [made_and_lost(bench)]
     sandbox = await bench.pool.acquire(SPEC, episode_id="e1")
     assert len(bench.backend.live) == 2
     await bench.pool.release(sandbox)
     assert bench.backend.live == {}
-    bench.backend.plan = [made_and_lost] * 9
+    bench.backend.plan = [made_and_lost(bench)] * 9
     with pytest.raises(SandboxError):
         await bench.pool.acquire(SPEC, episode_id="e2")
     await bench.close()
+
+
+async def test_a_sandbox_whose_reply_was_lost_is_adopted() -> None:
+    bench = Bench(backend=Adopting())
+    bench.backend.plan = [made_and_lost(bench)]
+    sandbox = await bench.pool.acquire(SPEC, episode_id="e1")
+    assert list(bench.backend.live) == [sandbox.id]
+    assert len(bench.backend.specs) == 1, "it was not asked for again"
+    assert bench.time.slept == []
+    stats = bench.pool.stats()
+    assert (stats["sandbox/adopted"], stats["sandbox/creates"], stats["sandbox/create_retries"]) == (1, 1, 0)
+    (created,) = [data for event, data in bench.journal.entries if event == "lease_created"]
+    assert created["sandbox_id"] == sandbox.id
+    await bench.close()
+
+
+async def test_a_list_that_lags_is_asked_again_before_the_next_try() -> None:
+    bench = Bench(backend=Adopting())
+    bench.backend.lag = 1
+    bench.backend.plan = [made_and_lost(bench)]
+    sandbox = await bench.pool.acquire(SPEC, episode_id="e1")
+    assert list(bench.backend.live) == [sandbox.id]
+    assert (len(bench.backend.specs), len(bench.time.slept)) == (1, 1)
+    await bench.close()
+
+
+async def test_one_that_is_found_too_late_to_adopt_is_deleted() -> None:
+    bench = Bench(backend=Adopting())
+    bench.backend.lag = 2
+    bench.backend.plan = [made_and_lost(bench)]
+    sandbox = await bench.pool.acquire(SPEC, episode_id="e1")
+    assert len(bench.backend.live) == 2
+    await bench.pool.release(sandbox)
+    assert bench.backend.live == {}
+    await bench.close()
+
+
+async def test_one_that_cannot_be_adopted_is_deleted_in_the_end() -> None:
+    bench = Bench(backend=Adopting())
+    bench.backend.adopt_error = SandboxDead("it does not start")
+    bench.backend.plan = [made_and_lost(bench)]
+    await bench.pool.acquire(SPEC, episode_id="e1")
+    assert len(bench.backend.live) == 2
+    await bench.close()
+
+
+async def test_a_refusal_is_not_looked_for() -> None:
+    """A provider that says when to come again has made nothing; under a rate limit a list costs too."""
+    bench = Bench(backend=Adopting())
+    refused = ThrottledError("slow down")
+    refused.retry_after = 1.0
+    bench.backend.plan = [fail(refused)]
+    sandbox = await bench.pool.acquire(SPEC, episode_id="e1")
+    await bench.pool.release(sandbox)
+    assert bench.backend.lists == 0
+    await bench.close()
+
+
+async def test_what_a_lost_create_made_is_deleted_though_the_list_lags() -> None:
+    bench = Bench(create_retries=0)
+    bench.backend.lag = 1
+    bench.backend.plan = [made_and_lost(bench)]
+    with pytest.raises(SandboxError):
+        await bench.pool.acquire(SPEC, episode_id="e1")
+    await bench.close()
+    assert bench.time.slept == [5.0]
 
 
 async def test_cancelled_while_creating_the_sandbox_is_deleted_once_it_is_there() -> None:
@@ -408,6 +497,34 @@ async def test_sandbox_seconds_are_accounted() -> None:
     bench.time.now += 100
     await bench.pool.release(second)
     assert bench.pool.stats()["sandbox/seconds"] == 15 + 105
+    await bench.close()
+
+
+async def test_cost_counts_what_lives_and_what_has_lived() -> None:
+    bench = Bench(backend=Priced())
+    assert "sandbox/cost" not in bench.pool.stats()
+    first = await bench.pool.acquire(SandboxSpec(cpus=2.0), episode_id="e1")
+    second = await bench.pool.acquire(SandboxSpec(cpus=0.5), episode_id="e2")
+    bench.time.now += 10
+    assert bench.pool.stats()["sandbox/cost"] == 25.0
+    await bench.pool.release(first)
+    bench.time.now += 10
+    assert bench.pool.stats()["sandbox/cost"] == 30.0
+    (lease, other) = [data for event, data in bench.journal.entries if event == "lease"]
+    assert (lease["price"], other["price"]) == (2.0, 0.5)
+    await bench.pool.release(second)
+    await bench.close()
+
+
+async def test_a_cost_that_is_not_wholly_known_is_not_told() -> None:
+    bench = Bench(backend=Priced())
+    await bench.pool.acquire(SandboxSpec(cpus=2.0), episode_id="e1")
+    unknown = await bench.pool.acquire(SandboxSpec(), episode_id="e2")
+    for _ in range(2):
+        stats = bench.pool.stats()
+        assert "sandbox/cost" not in stats
+        assert stats["sandbox/unpriced"] == 1
+        await bench.pool.release(unknown)
     await bench.close()
 
 

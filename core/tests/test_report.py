@@ -180,6 +180,16 @@ def test_only_the_surviving_lineage_counts(run: RunDir) -> None:
     assert "2 more superseded" in page(run)
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_what_sandboxes_cost_is_told_only_if_every_attempt_knows_it(run: RunDir, known: bool) -> None:
+    cost = {"sandbox/creates": 2.0, "sandbox/cost": 1.25}
+    second = cost if known else {"sandbox/creates": 2.0}
+    rows = [(1, 1, step_row(1, **cost)), (2, 2, step_row(2, **second))]
+    fill(run, [episode("a1-s00000-g000-e00-t0")], rows, [lambda attempt: None] * 2)
+    assert read_figures(run).sandboxes.get("cost") == (2.5 if known else None)
+    assert ("sandbox cost" in page(run)) is known
+
+
 def page(run: RunDir) -> str:
     return write_report(run, watch=lambda paths: set()).read_text()
 

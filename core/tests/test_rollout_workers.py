@@ -393,3 +393,10 @@ def test_the_counts_of_several_pools_are_those_of_one():
     assert total_stats(pools) == {
         "sandbox/creates": 4.0, "sandbox/create_seconds_mean": 2.0, "sandbox/live": 3.0,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("unpriced", "cost"), [(0.0, 5.0), (1.0, None)])
+def test_a_cost_that_one_pool_does_not_know_is_not_told(unpriced: float, cost: float | None):
+    pools = [{"sandbox/cost": 2.0, "sandbox/unpriced": 0.0}, {"sandbox/unpriced": unpriced}]
+    pools[1] |= {} if unpriced else {"sandbox/cost": 3.0}
+    assert total_stats(pools).get("sandbox/cost") == cost

@@ -230,6 +230,7 @@ SECTIONS = (
             Metric("sandbox/creating", "sandboxes", "being made now"),
             Metric("sandbox/acquired", "sandboxes", "handed to an episode"),
             Metric("sandbox/creates", "sandboxes", "made"),
+            Metric("sandbox/adopted", "sandboxes", "of these, found again after their create gave no answer"),
             Metric("sandbox/create_retries", "tries", "further tries of creates that failed"),
             Metric("sandbox/create_failures", "creates", "creates given up"),
             Metric("sandbox/deletes", "sandboxes", "deleted"),
@@ -238,6 +239,13 @@ SECTIONS = (
                 "sandbox/leaked", "sandboxes", "not deleted in the end; `rollhook sandboxes reap` finds them"
             ),
             Metric("sandbox/seconds", "s", "sandbox-seconds: lifetimes of all sandboxes together"),
+            Metric(
+                "sandbox/cost",
+                "price",
+                "what they cost by the backend's `prices`",
+                "the price of every sandbox is known",
+            ),
+            Metric("sandbox/unpriced", "sandboxes", "whose price is not known"),
             Metric("sandbox/create_seconds_mean", "s", "mean time of a create"),
             Metric("sandbox/wait_seconds_mean", "s", "mean time an episode waited for one"),
         ),

@@ -32,6 +32,19 @@ class EnvironmentUse(Use):
     split: Annotated[str, Field(description="split of the tasks to train on")] = "train"
 
 
+class CreateRateUse(_Section):
+    """How fast sandboxes are created, by all processes of this host together."""
+
+    per_second: Annotated[PositiveFloat, Field(description="creates begun per second on average")]
+    burst: Annotated[PositiveInt, Field(description="creates begun at once after a pause")] = 1
+
+
+def _as_rate(value: Any) -> Any:
+    """Return what a plain number stands for."""
+    plain = isinstance(value, int | float) and not isinstance(value, bool)
+    return {"per_second": value} if plain else value
+
+
 class SandboxUse(Use):
     """A sandbox backend by name; the pool's keys beside the backend's own."""
 
@@ -39,7 +52,17 @@ class SandboxUse(Use):
     create_retries: Annotated[
         int, Field(ge=0, description="further tries of a create that the backend calls retryable")
     ] = 8
-    warm: Annotated[int, Field(ge=0, description="sandboxes created ahead (never reused)")] = 0
+    create_rate: Annotated[
+        CreateRateUse | None,
+        BeforeValidator(_as_rate),
+        Field(
+            description="how fast creates may begin, in all processes of this host that use the backend; "
+            "a number is `per_second`; null: no limit"
+        ),
+    ] = None
+    warm: Annotated[
+        int, Field(ge=0, description="sandboxes created ahead (never reused), of all kinds together")
+    ] = 0
 
 
 class RouterHealth(_Section):

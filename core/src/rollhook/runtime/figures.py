@@ -247,6 +247,8 @@ def _read_metrics(figures: Figures, run: RunDir, lineage: Lineage) -> None:
         names = [name for name in row if name.startswith("sandbox/")]
         counted = [name for name in names if not name.endswith(("_mean", "/live", "/creating"))]
         _add(figures.sandboxes, {name.removeprefix("sandbox/"): row[name] for name in counted})
+    if any(row.get("sandbox/creates") and "sandbox/cost" not in row for row in newest.values()):
+        figures.sandboxes.pop("cost", None)
 
 
 def _noting_sandboxes(

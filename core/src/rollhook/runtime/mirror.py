@@ -127,7 +127,10 @@ def total_loads(each: Iterable[Mapping[Worker, tuple[int, int]]]) -> dict[Worker
 
 
 def total_stats(stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the stats of several sandbox pools as those of one: counts summed, means weighted."""
+    """Return the stats of several sandbox pools as those of one: counts summed, means weighted.
+
+    A cost is left out where one of them does not know it.
+    """
     weights = {
         "sandbox/create_seconds_mean": "sandbox/creates", "sandbox/wait_seconds_mean": "sandbox/acquired",
     }  # fmt: skip
@@ -137,4 +140,6 @@ def total_stats(stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
         if name in found:
             total = sum(each.get(name, 0.0) * each.get(count, 0.0) for each in stats)
             found[name] = total / max(1.0, found[count])
+    if found.get("sandbox/unpriced"):
+        found.pop("sandbox/cost", None)
     return found

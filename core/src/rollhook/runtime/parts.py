@@ -17,6 +17,7 @@ from rollhook.records import Group
 from rollhook.runtime.seeds import derive
 from rollhook.sandbox.lease import PREFIX, LeaseJournal
 from rollhook.sandbox.pool import SandboxPool
+from rollhook.sandbox.rate import CreateRate, bucket_path
 from rollhook.sandbox.reap import reap
 from rollhook.secrets import resolve_secret
 
@@ -105,6 +106,7 @@ class Parts:
         """Return a pool, which ends with the stack; of several it is the share (number from 1, count)."""
         use = self.recipe.sandbox
         assert use is not None
+        rate, path = use.create_rate, bucket_path(cache_directory(), backend.account or use.use)
         pool = SandboxPool(
             backend,
             run_id=self._run_id,
@@ -113,6 +115,7 @@ class Parts:
             create_concurrency=max(1, share_of(use.create_concurrency, *share)),
             create_retries=use.create_retries,
             warm=share_of(use.warm, *share),
+            rate=CreateRate(path, rate.per_second, rate.burst) if rate else None,
         )
         stack.push_async_callback(pool.aclose)
         return pool

@@ -163,6 +163,8 @@ def _tiles(figures: Figures, lock: Mapping[str, Any]) -> Iterator[tuple[str, str
         yield "tokens", _short(figures.tokens), "generated for training"
     if seconds := figures.sandboxes.get("seconds"):
         yield "sandbox time", duration(seconds), f"{figures.sandboxes.get('creates', 0):,.0f} sandboxes"
+    if (cost := figures.sandboxes.get("cost")) is not None:
+        yield "sandbox cost", f"{cost:,.4g}", "by the prices of the recipe"
     wall = sum(figures.driver_seconds.values())
     if wall:
         idle = figures.driver_seconds.get("idle", 0.0)

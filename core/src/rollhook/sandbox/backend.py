@@ -167,7 +167,7 @@ class SandboxBackend(ABC):
     capabilities: frozenset[str] = frozenset()
     #: True: not isolated from the host; refused in a recipe that trains
     unsafe: ClassVar[bool] = False
-    #: what the provider's limits on creating count for (endpoint, organisation); never a secret
+    #: whose limits creates count against, such as a provider's endpoint; "": those of the backend's name
     account: str = ""
     #: what the provider cannot do: name of a case of the contract -> reason. The suite expects exactly
     #: these cases to fail, and `rollhook show` prints them

@@ -29,6 +29,8 @@ class PoolTimes:
     abandoned_create: float = 300.0
     #: how long deleting is retried before it is given up with an error in the log
     delete: float = 120.0
+    #: after how long a provider's list is asked again for what a create left whose reply was lost
+    look_again: float = 5.0
     #: how long a sandbox that was created ahead may wait for its episode
     warm: float = 600.0
 
@@ -62,7 +64,7 @@ class Deletions:
         self.done = self.retries = self.leaked = 0
         self._backend = backend
         self._journal = journal
-        self._seconds = times.delete
+        self._times = times
         self._backoff = backoff
         self._clock = clock
         self._sleep = sleep
@@ -72,13 +74,18 @@ class Deletions:
     ) -> None:
         """Delete a lease's sandbox, and others under its nonce if there may be any, within the deadline.
 
-        `tried` is set after the first try. Never raises: what could not be deleted is logged and counted.
+        Lists lag, so where the sandbox's id is not known they are asked twice. `tried` is set after the first
+        try. Never raises: what could not be deleted is logged and counted.
         """
-        deadline = self._clock() + self._seconds
+        deadline = self._clock() + self._times.delete
         for tries in itertools.count(1):
             try:
-                async with asyncio.timeout(self._seconds):
+                async with asyncio.timeout(self._times.delete):
                     await self._once(lease, sandbox_id, strays)
+                if strays and sandbox_id is None:
+                    await self._sleep(self._times.look_again)
+                    async with asyncio.timeout(self._times.delete):
+                        await self._once(lease, None, True)
             except Exception as error:  # noqa: BLE001 - retried, then reported
                 if tried is not None:
                     tried.set()
@@ -93,15 +100,19 @@ class Deletions:
             self.retries += 1
             await self._sleep(pause)
 
+    async def others(self, lease: Lease, sandbox_id: str | None) -> list[str]:
+        """Return the sandboxes under a lease's nonce but this one."""
+        found = await self._backend.list({PREFIX + "nonce": lease.nonce})
+        return [info.id for info in found if info.id != sandbox_id]
+
     async def _once(self, lease: Lease, sandbox_id: str | None, strays: bool) -> None:
         if sandbox_id is not None:
             await self._backend.delete(sandbox_id)
             self.done += 1
         if strays:
-            for info in await self._backend.list({PREFIX + "nonce": lease.nonce}):
-                if info.id != sandbox_id:
-                    logger.info("deleting sandbox %s, left by a failed create", info.id)
-                    await self._backend.delete(info.id)
+            for other in await self.others(lease, sandbox_id):
+                logger.info("deleting sandbox %s, left by a failed create", other)
+                await self._backend.delete(other)
 
     def _give_up(self, lease: Lease, sandbox_id: str | None, error: Exception) -> None:
         self.leaked += 1
@@ -110,7 +121,7 @@ class Deletions:
             "`rollhook sandboxes reap %s` deletes it once the run has ended",
             sandbox_id or f"with nonce {lease.nonce}",
             lease.run_id,
-            self._seconds,
+            self._times.delete,
             type(error).__name__,
             error,
             lease.run_id,

@@ -37,7 +37,10 @@ class LeaseJournal(Protocol):
 
 @dataclass(frozen=True)
 class Lease:
-    """The right to one sandbox; `expiry` in epoch seconds, for those who cannot read the journal."""
+    """The right to one sandbox; `expiry` in epoch seconds, for those who cannot read the journal.
+
+    `price` is that of a second, where it is known; it stands in the journal only.
+    """
 
     run_id: str
     attempt: int
@@ -46,6 +49,7 @@ class Lease:
     nonce: str
     episode: str = ""
     box: str = ""
+    price: float | None = None
 
     @classmethod
     def new(
@@ -57,10 +61,11 @@ class Lease:
         lifetime: float | None,
         episode: str = "",
         box: str = "",
+        price: float | None = None,
     ) -> Lease:
         """Return a fresh lease that expires `lifetime` seconds (and a margin) after the epoch time `now`."""
         expiry = now + (DEFAULT_LIFETIME if lifetime is None else lifetime) + EXPIRY_MARGIN
-        return cls(run_id, attempt, socket.gethostname(), expiry, secrets.token_hex(8), episode, box)
+        return cls(run_id, attempt, socket.gethostname(), expiry, secrets.token_hex(8), episode, box, price)
 
     def labels(self) -> dict[str, str]:
         """Return what the provider keeps with the sandbox: short text without spaces."""
@@ -99,6 +104,7 @@ class Lease:
             "expiry": self.expiry,
             "episode": self.episode,
             "box": self.box,
+            **({} if self.price is None else {"price": self.price}),
         }
 
 
@@ -117,6 +123,7 @@ class LeaseState:
     taken_at: float
     sandbox_id: str | None = None
     open: bool = True
+    price: float | None = None
 
 
 def leases(entries: Iterable[Entry]) -> dict[str, LeaseState]:
@@ -126,7 +133,13 @@ def leases(entries: Iterable[Entry]) -> dict[str, LeaseState]:
         data = entry.data
         if entry.event == "lease":
             found[data["nonce"]] = LeaseState(
-                data["nonce"], data["host"], data["expiry"], data["episode"], data["box"], entry.time
+                data["nonce"],
+                data["host"],
+                data["expiry"],
+                data["episode"],
+                data["box"],
+                entry.time,
+                price=data.get("price"),
             )
         elif entry.event in _LATER and data["nonce"] in found:
             before = found[data["nonce"]]

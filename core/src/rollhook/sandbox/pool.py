@@ -7,22 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import itertools
 import logging
 import random
 import time
-from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from rollhook.durable import to_json
 from rollhook.errors import BudgetExceeded, RollhookError, SandboxError
 from rollhook.failpoints import fail
+from rollhook.sandbox.accounts import Accounts
 from rollhook.sandbox.backend import RawSandbox, SandboxBackend, SandboxSpec
 from rollhook.sandbox.deletions import Backoff, Deletions, PoolTimes
 from rollhook.sandbox.lease import Lease, LeaseJournal
+from rollhook.sandbox.rate import CreateRate
 from rollhook.sandbox.sandbox import Sandbox
+from rollhook.sandbox.warm import Warm
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,13 @@ class _Live:
     created: float
     #: whether an earlier try under the same lease may have left a second sandbox
     strays: bool
+    #: a second of it; None: not known
+    price: float | None = None
+
+    @property
+    def lifetime(self) -> float | None:
+        """Seconds from its creation on, as its provider was told."""
+        return self.raw.spec.lifetime_seconds
 
 
 @dataclass(eq=False)
@@ -46,14 +53,20 @@ class _Try:
     lease: Lease
     tries: int = 0
     call: asyncio.Task[RawSandbox] | None = None
+    #: whether a try may have made a sandbox that nobody has the id of
+    strays: bool = False
+    #: what it waits for beside the backend, in words
+    waits: str = ""
 
 
 class SandboxPool:
     """Hands out sandboxes of one backend to the episodes of one attempt; one event loop.
 
-    `create_concurrency` creates are under way at most; one that waits to try again holds no place.
-    `create_retries` is the number of further tries of a create that the backend calls retryable.
-    `warm` sandboxes are kept created ahead for the spec that was asked for last.
+    `create_concurrency` creates are under way at most; one that waits to try again holds no place. `rate`
+    limits how fast they begin. `create_retries` is the number of further tries of a create that the backend
+    calls retryable. A create that may have made a sandbox though it failed is looked for by the nonce of its
+    lease, and adopted where the backend can. `warm` sandboxes at most are kept created ahead, for the specs
+    that were asked for last.
     """
 
     def __init__(  # noqa: PLR0913 - the last five are for tests
@@ -66,6 +79,7 @@ class SandboxPool:
         create_concurrency: int = 4,
         create_retries: int = 8,
         warm: int = 0,
+        rate: CreateRate | None = None,
         times: PoolTimes | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
@@ -78,23 +92,22 @@ class SandboxPool:
         self._journal = journal
         self._throttle = asyncio.Semaphore(create_concurrency)
         self._retries = create_retries
-        self._warm_wanted = warm
+        self._rate = rate
         self._times = times or PoolTimes()
+        self._warm = Warm[_Live](warm, self._times.warm, clock)
         self._clock = clock
         self._wall = wall
         self._sleep = sleep
         self._backoff = Backoff(self._times, rng or random.Random())  # noqa: S311 - jitter
         self._deletions = Deletions(backend, journal, self._times, self._backoff, clock, sleep)
         self._live: dict[str, _Live] = {}
-        self._warm: dict[bytes, deque[_Live]] = {}
-        self._warming = 0
         self._makers: set[asyncio.Task[_Live]] = set()
         self._tries: set[_Try] = set()
         self._chores: set[asyncio.Task[None]] = set()
         self._keepalive: asyncio.Task[None] | None = None
         self._closing = False
-        self._counts: Counter[str] = Counter()
-        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._accounts = Accounts()
+        self._counts, self._seconds = self._accounts.counts, self._accounts.seconds
 
     async def acquire(
         self, spec: SandboxSpec, *, episode_id: str, box: str = "main", timeout: float | None = None
@@ -145,34 +158,30 @@ class SandboxPool:
             if state.lease.episode == episode_id:
                 if state.call is not None:
                     return f"the backend, which makes a sandbox (try {state.tries})"
-                return f"another try after {state.tries}" if state.tries else "a place among the creates"
+                return state.waits or "its lease"
         return ""
 
     def prepare(self, spec: SandboxSpec) -> None:
-        """Create ahead, in the background, until `warm` sandboxes wait for an episode."""
-        waiting = sum(len(queue) for queue in self._warm.values()) + self._warming
-        for _ in range(0 if self._closing else self._warm_wanted - waiting):
-            self._warming += 1
-            self._chore(self._warm_up(spec))
+        """Note that this spec is wanted, and create ahead in the background, `warm` sandboxes at most."""
+        if self._closing:
+            return
+        self._warm.asked(spec)
+        old = self._warm.expired()
+        missing, spare = self._warm.plan()
+        for live in [*old, *spare]:
+            self._chore(self._retire(live))
+        for wanted in missing:
+            self._warm.begin(wanted)
+            self._chore(self._warm_up(wanted))
 
     def stats(self) -> dict[str, float]:
         """Return counts and seconds since the start, and what is alive now."""
-        alive = [*self._live.values(), *itertools.chain(*self._warm.values())]
-        now = self._clock()
-        counts, seconds = self._counts, self._seconds
+        alive = [*self._live.values(), *self._warm]
         return {
-            "sandbox/live": float(len(alive)),
-            "sandbox/creating": float(len(self._makers)),
-            "sandbox/acquired": float(counts["acquired"]),
-            "sandbox/creates": float(counts["creates"]),
-            "sandbox/create_retries": float(counts["retries"]),
-            "sandbox/create_failures": float(counts["failures"]),
+            **self._accounts.stats(alive, len(self._makers), self._clock()),
             "sandbox/deletes": float(self._deletions.done),
             "sandbox/delete_retries": float(self._deletions.retries),
             "sandbox/leaked": float(self._deletions.leaked),
-            "sandbox/seconds": seconds["alive"] + sum(now - live.created for live in alive),
-            "sandbox/create_seconds_mean": seconds["create"] / max(1, counts["creates"]),
-            "sandbox/wait_seconds_mean": seconds["wait"] / max(1, counts["acquired"]),
         }
 
     async def aclose(self) -> None:
@@ -188,10 +197,9 @@ class SandboxPool:
         if self._keepalive is not None:
             self._keepalive.cancel()
             await asyncio.wait({self._keepalive})
-        for live in [*self._live.values(), *itertools.chain(*self._warm.values())]:
+        for live in [*self._live.values(), *self._warm.clear()]:
             self._chore(self._retire(live))
         self._live.clear()
-        self._warm.clear()
         while self._chores:
             await asyncio.wait(set(self._chores))
 
@@ -199,9 +207,9 @@ class SandboxPool:
 
     async def _obtain(self, spec: SandboxSpec, episode: str, box: str) -> _Live:
         """Take one that was created ahead, else make one."""
-        while self._warm and (live := self._take_warm(spec)) is not None:
+        while (live := self._warm.take(spec)) is not None:
             try:
-                usable = self._clock() - live.created < self._times.warm and await live.raw.alive()
+                usable = await live.raw.alive()
             except RollhookError as error:
                 logger.info("sandbox %s, created ahead, does not answer: %s", live.raw.id, error)
                 usable = False
@@ -218,6 +226,7 @@ class SandboxPool:
         """Create a sandbox under a new lease, trying again where the backend says that it may help."""
         if self._closing:
             raise SandboxError("the sandbox pool is closed")
+        price = self.backend.price_per_second(spec)
         lease = Lease.new(
             run_id=self._run_id,
             attempt=self._attempt,
@@ -225,6 +234,7 @@ class SandboxPool:
             lifetime=spec.lifetime_seconds,
             episode=episode,
             box=box,
+            price=price,
         )
         labelled = dataclasses.replace(spec, labels={**spec.labels, **lease.labels()})
         state = _Try(lease)
@@ -241,22 +251,23 @@ class SandboxPool:
             raise
         finally:
             self._tries.discard(state)
-        live = _Live(lease, raw, sandbox, self._clock(), strays=state.tries > 1)
+        live = _Live(lease, raw, sandbox, self._clock(), state.strays, price)
         if self._keepalive is None and type(raw).touch is not RawSandbox.touch:
             self._keepalive = asyncio.create_task(self._touch_all(), name="sandbox keepalive")
         return live
 
     async def _try_until_made(self, spec: SandboxSpec, state: _Try) -> RawSandbox:
         while True:
-            await self._throttle.acquire()
-            state.tries += 1
-            started = self._clock()
-            state.call = asyncio.create_task(self.backend.create(spec))
-            state.call.add_done_callback(lambda _: self._throttle.release())
+            started = await self._begin(spec, state)
+            assert state.call is not None
             try:
                 raw = await asyncio.shield(state.call)
             except Exception as error:
                 state.call = None
+                lost = self.backend.ambiguous(error)
+                state.strays = state.strays or lost
+                if lost and (adopted := await self._recover(spec, state)) is not None:
+                    return adopted
                 if state.tries > self._retries or not self.backend.retryable(error):
                     self._counts["failures"] += 1
                     raise _create_failed(error, state.tries) from error
@@ -267,7 +278,42 @@ class SandboxPool:
                 self._seconds["create"] += self._clock() - started
                 return raw
             self._counts["retries"] += 1
+            state.waits = f"another try after {state.tries}"
             await self._sleep(pause)
+            if lost and (adopted := await self._recover(spec, state)) is not None:
+                return adopted
+
+    async def _begin(self, spec: SandboxSpec, state: _Try) -> float:
+        """Begin a try once there is a place and the rate allows it; return when it began."""
+        state.waits = "a place among the creates"
+        await self._throttle.acquire()
+        try:
+            if self._rate is not None:
+                state.waits = "its turn within sandbox.create_rate"
+                await self._rate.wait()
+            state.tries += 1
+            state.call = asyncio.create_task(self.backend.create(spec))
+        except BaseException:
+            self._throttle.release()
+            raise
+        state.call.add_done_callback(lambda _: self._throttle.release())
+        return self._clock()
+
+    async def _recover(self, spec: SandboxSpec, state: _Try) -> RawSandbox | None:
+        """Look once for a sandbox that a try made without telling, and adopt it; else it is deleted later."""
+        if "adopt" not in self.backend.capabilities:
+            return None
+        state.waits = "the backend, which is asked for a sandbox whose create gave no answer"
+        try:
+            for sandbox_id in await self._deletions.others(state.lease, None):
+                raw = await self.backend.adopt(sandbox_id, spec)
+                self._counts["creates"] += 1
+                self._counts["adopted"] += 1
+                logger.info("sandbox %s, whose create gave no answer, was adopted", sandbox_id)
+                return raw
+        except Exception as error:  # noqa: BLE001 - another try follows, and what is left is deleted
+            logger.info("no sandbox was adopted: %s", error)
+        return None
 
     def _spawn_maker(self, making: Coroutine[Any, Any, _Live]) -> asyncio.Task[_Live]:
         maker = asyncio.create_task(making)
@@ -291,10 +337,6 @@ class SandboxPool:
 
     # created ahead
 
-    def _take_warm(self, spec: SandboxSpec) -> _Live | None:
-        queue = self._warm.get(_key(spec))
-        return queue.popleft() if queue else None
-
     async def _warm_up(self, spec: SandboxSpec) -> None:
         lifetime = spec.lifetime_seconds
         longer = dataclasses.replace(
@@ -312,18 +354,18 @@ class SandboxPool:
                 raise
             return
         finally:
-            self._warming -= 1
+            self._warm.end(spec)
         if self._closing:
             await self._retire(live)
         else:
-            self._warm.setdefault(_key(spec), deque()).append(live)
+            self._warm.add(spec, live)
 
     # keeping alive
 
     async def _touch_all(self) -> None:
         while True:
             await self._sleep(self._times.keepalive)
-            alive = [*self._live.values(), *itertools.chain(*self._warm.values())]
+            alive = [*self._live.values(), *self._warm]
             await asyncio.gather(*(self._touch(live) for live in alive))
 
     async def _touch(self, live: _Live) -> None:
@@ -344,7 +386,7 @@ class SandboxPool:
                 state.call.cancel()
                 await asyncio.wait({state.call}, timeout=self._times.delete)
             raw = _made(state.call)
-        strays = state.tries > 1 or (state.tries == 1 and raw is None)
+        strays = state.strays or (state.call is not None and raw is None)
         await self._deletions.delete(state.lease, raw.id if raw else None, strays)
 
     async def _retire(self, live: _Live, tried: asyncio.Event | None = None) -> None:
@@ -355,7 +397,7 @@ class SandboxPool:
             except Exception as error:  # noqa: BLE001 - it is deleted all the same
                 logger.info("sandbox %s did not close: %s", live.raw.id, error)
             await self._deletions.delete(live.lease, live.raw.id, live.strays, tried)
-            self._seconds["alive"] += self._clock() - live.created
+            self._accounts.ended(live, self._clock())
         finally:
             if tried is not None:
                 tried.set()
@@ -391,7 +433,3 @@ def _made(call: asyncio.Task[RawSandbox]) -> RawSandbox | None:
 def _being_cancelled() -> bool:
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
-
-
-def _key(spec: SandboxSpec) -> bytes:
-    return to_json({**vars(spec), "env": dict(spec.env), "labels": None})

@@ -74,6 +74,8 @@ class ScriptedBackend(SandboxBackend):
         self.under_way = self.most_under_way = 0
         self.delete_errors: list[Exception] = []
         self.lists = 0
+        #: so many of the next lists show nothing
+        self.lag = 0
 
     async def create(self, spec: SandboxSpec) -> RawSandbox:
         self.specs.append(spec)
@@ -97,6 +99,9 @@ class ScriptedBackend(SandboxBackend):
 
     async def list(self, labels: Mapping[str, str]) -> Sequence[SandboxInfo]:
         self.lists += 1
+        if self.lag:
+            self.lag -= 1
+            return []
         return [
             SandboxInfo(raw.id, raw.spec.labels)
             for raw in self.live.values()
