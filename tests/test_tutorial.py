@@ -1,4 +1,4 @@
-"""The tutorial, executed from its own text: files are written, commands run, what they print is compared."""
+"""Pages executed from their own text: files are written, commands run, what they print is compared."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ import pytest
 from rollhook.testing.parts import needs_part
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs/tutorial.md"
+#: page -> commands that are shown and not run here
+PAGES = {
+    "tutorial.md": ["$ python3 core run recipes/quickstart.yaml\n"],
+    "how-to/write-an-environment.md": [],
+}
 BLOCK = re.compile(
     r"(?:`(?P<file>[^`\n]+)`:\n\n|<!-- (?P<note>[^>]*) -->\n)?^```(?P<language>\w*)\n(?P<body>.*?)^```$",
     re.M | re.S,
@@ -31,12 +35,14 @@ def commands(body: str) -> Iterator[tuple[str, str]]:
         yield command, output
 
 
-def test_every_block_is_a_file_or_commands() -> None:
-    blocks = list(BLOCK.finditer(PAGE.read_text()))
-    assert len(blocks) == PAGE.read_text().count("\n```") / 2
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_is_a_file_or_commands(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text()
+    blocks = list(BLOCK.finditer(text))
+    assert len(blocks) == text.count("\n```") / 2
     for block in blocks:
         assert block["file"] or (block["language"] == "console" and block["body"].startswith("$ ")), block[0]
-    assert [b["body"] for b in blocks if b["note"]] == ["$ python3 core run recipes/quickstart.yaml\n"]
+    assert [b["body"] for b in blocks if b["note"]] == PAGES[page]
 
 
 @pytest.fixture
@@ -57,13 +63,14 @@ def clone(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_tutorial_does_what_it_says(clone: Path) -> None:
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_does_what_it_says(page: str, clone: Path) -> None:
     needs_part("unshare")
     env = os.environ | {
         "PATH": f"{clone}/.venv/bin:{os.environ['PATH']}",
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
     }
-    for block in BLOCK.finditer(PAGE.read_text()):
+    for block in BLOCK.finditer((ROOT / "docs" / page).read_text()):
         if block["file"]:
             file = clone / block["file"]
             file.parent.mkdir(parents=True, exist_ok=True)

@@ -180,7 +180,10 @@ BROKEN: dict[type[Environment], set[str]] = {
     },
     ABooleanComponent: {"test_rewards_and_components_are_finite_numbers"},
     MissingIsZero: {"test_a_missing_reward_is_none_and_says_why"},
-    OneSolutionForAll: {"test_episodes_at_once_do_not_disturb_each_other"},
+    OneSolutionForAll: {
+        "test_episodes_at_once_do_not_disturb_each_other",
+        "test_judging_again_gives_the_same_reward",
+    },
     ClosesOnce: {"test_closing_twice_is_safe"},
 }
 
@@ -196,7 +199,8 @@ def test_an_environment_without_tasks_fails_what_needs_one() -> None:
 
 def test_every_case_of_the_contract_is_failed_by_some_broken_environment() -> None:
     cases = {name for name in dir(EnvironmentContract) if name.startswith("test_")}
-    assert cases == set().union(*BROKEN.values()) | {"test_there_is_a_task_that_can_run"}
+    with_sandbox = {"test_files_that_a_verifier_leaves_earn_nothing_when_planted"}  # tests/test_authors.py
+    assert cases == set().union(*BROKEN.values()) | {"test_there_is_a_task_that_can_run"} | with_sandbox
 
 
 def _failing(environment: type[Environment]) -> set[str]:

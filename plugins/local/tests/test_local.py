@@ -23,6 +23,7 @@ from rollhook.component import BuildContext
 from rollhook.errors import SandboxDead, SandboxError
 from rollhook.launcher import Job
 from rollhook.sandbox import Sandbox, SandboxSpec
+from rollhook.testing.launcher import LauncherContract, MakeLauncher
 from rollhook.testing.sandbox_case import MakeBackend, eventually
 from rollhook.testing.sandbox_life import IsolationCases, LimitCases
 from rollhook_local import LocalLauncherConfig, LocalSandboxConfig, limits, state
@@ -480,6 +481,12 @@ async def test_a_keeper_ends_when_others_have_deleted_what_it_was_left_with(tmp_
 def test_process_mode_is_not_isolated(tmp_path: Path) -> None:
     assert backend_of(tmp_path, mode="process").capabilities == {"separate_streams"}
     assert "isolation" in backend_of(tmp_path).capabilities
+
+
+class TestLocalLauncher(LauncherContract):
+    @pytest.fixture
+    def make_launcher(self, tmp_path: Path) -> MakeLauncher:
+        return lambda: LocalLauncher(LocalLauncherConfig(), context(tmp_path))
 
 
 def test_the_launcher_drives_in_process(tmp_path: Path) -> None:

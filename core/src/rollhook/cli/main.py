@@ -36,6 +36,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "report": ("rollhook.cli.report:report", "Write one page about a run, or print its figures."),
     "plugins": ("rollhook.cli.plugins:plugins", "List the installed plugins."),
     "show": ("rollhook.cli.plugins:show", "Show the keys of a component or of a section of a recipe."),
+    "new": ("rollhook.cli.new:new", "Write a package with one plugin, to be finished by its author."),
     "schema": ("rollhook.cli.lock:schema", "Write the JSON Schema of recipes, for editors of YAML."),
     "tasks": ("rollhook.cli.tasks:app", "List, show and prove the tasks of an environment."),
     "data": ("rollhook.cli.data:app", "Prepare generated data."),

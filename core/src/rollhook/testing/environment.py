@@ -23,6 +23,11 @@ MakeEnvironment = Callable[[], Environment]
 #: an async context manager that makes a live sandbox and removes it
 OpenBox = Callable[[SandboxSpec], contextlib.AbstractAsyncContextManager[Sandbox]]
 
+_MARK = "/tmp/.rollhook-mark"
+_NEWER_FILES = f"""\
+find / '(' -path /proc -o -path /sys -o -path /dev ')' -prune \
+  -o -type f -size -2048 -newer {_MARK} -print 2>/dev/null
+"""
 BUDGET_NODES = {"create", "setup", "agent", "verify"}
 
 
@@ -169,6 +174,33 @@ class EnvironmentContract(Contract):
         )
         assert [verdict.reward == self.oracle_reward for verdict in verdicts] == solves
 
+    async def test_judging_again_gives_the_same_reward(
+        self, make_environment: MakeEnvironment, open_box: OpenBox | None
+    ) -> None:
+        environment = make_environment()
+        for solve in (True, False):
+            once = await attempt(environment, runnable(environment)[0], open_box, solve=solve)
+            again = await attempt(environment, runnable(environment)[0], open_box, solve=solve, times=2)
+            assert again.reward == once.reward
+
+    async def test_files_that_a_verifier_leaves_earn_nothing_when_planted(
+        self, make_environment: MakeEnvironment, open_box: OpenBox | None
+    ) -> None:
+        environment = make_environment()
+        task = runnable(environment)[0]
+        untouched = await attempt(environment, task, open_box, solve=False)
+        left = await _left_by_the_verifier(environment, task, open_box)
+        if not left:
+            pytest.skip("the verifier leaves no file where an agent could have put it")
+        boxes: dict[str, Sandbox] = {}
+        verdict = Verdict(None)
+        async with entered(environment, task, open_box, boxes) as phases:
+            async for phase in phases:
+                for path, data in left.get(phase.box, {}).items():
+                    await boxes[phase.box].write(path, data, mode=0o755)
+                verdict = await phase.verify(Transcript(list(phase.observation.messages), "done"))
+        assert verdict.reward == untouched.reward, f"planted: {left}"
+
     async def test_closing_twice_is_safe(self, make_environment: MakeEnvironment) -> None:
         environment = make_environment()
         await environment.aclose()
@@ -182,10 +214,16 @@ def runnable(environment: Environment) -> list[Task]:
 
 @contextlib.asynccontextmanager
 async def entered(
-    environment: Environment, task: Task, open_box: OpenBox | None
+    environment: Environment,
+    task: Task,
+    open_box: OpenBox | None,
+    boxes: dict[str, Sandbox] | None = None,
 ) -> AsyncIterator[AsyncIterator[Any]]:
-    """Make an episode with its boxes, enter it and yield its phases, as the runtime does."""
-    boxes: dict[str, Sandbox] = {}
+    """Make an episode with its boxes, enter it and yield its phases, as the runtime does.
+
+    `boxes`, where given, is filled with the live sandboxes by name.
+    """
+    boxes = {} if boxes is None else boxes
     episode = environment.episode(task, _context(boxes))
     async with contextlib.AsyncExitStack() as stack:
         for name, box in episode.boxes.items():
@@ -196,15 +234,41 @@ async def entered(
         yield episode.phases()
 
 
-async def attempt(environment: Environment, task: Task, open_box: OpenBox | None, *, solve: bool) -> Verdict:
-    """Run one episode without an agent, with the reference solution or nothing; return the last verdict."""
+async def attempt(
+    environment: Environment, task: Task, open_box: OpenBox | None, *, solve: bool, times: int = 1
+) -> Verdict:
+    """Run one episode without an agent, with the reference solution or nothing; return the last verdict.
+
+    Each phase is judged `times` times.
+    """
     verdict = Verdict(None, detail={"reason": "the episode has no phase"})
     async with entered(environment, task, open_box) as phases:
         async for phase in phases:
             if solve:
                 await phase.solve()
-            verdict = await phase.verify(Transcript(list(phase.observation.messages), "done"))
+            for _ in range(times):
+                verdict = await phase.verify(Transcript(list(phase.observation.messages), "done"))
     return verdict
+
+
+async def _left_by_the_verifier(
+    environment: Environment, task: Task, open_box: OpenBox | None
+) -> dict[str, dict[str, bytes]]:
+    """Solve a task and return the files that judging it wrote, by box and path."""
+    left: dict[str, dict[str, bytes]] = {}
+    boxes: dict[str, Sandbox] = {}
+    async with entered(environment, task, open_box, boxes) as phases:
+        async for phase in phases:
+            await phase.solve()
+            box = boxes.get(phase.box) if phase.box else None
+            if box is not None:
+                await box.shell(f"touch {_MARK}; sleep 0.05", cwd="/", timeout=60)
+            await phase.verify(Transcript(list(phase.observation.messages), "done"))
+            if box is not None:
+                found = await box.shell(_NEWER_FILES, cwd="/", timeout=60)
+                paths = [path for path in found.text.splitlines() if path.startswith("/")]
+                left.setdefault(phase.box, {}).update({path: await box.read(path) for path in paths})
+    return {name: files for name, files in left.items() if files}
 
 
 def _context(boxes: Mapping[str, Sandbox]) -> EpisodeContext:
