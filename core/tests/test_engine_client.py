@@ -631,3 +631,38 @@ async def test_an_engine_that_is_gone_does_not_hold_up_the_others(tmp_path, clie
         assert list(failed) == [Worker("http://127.0.0.1:1")]
         assert good.version == 2
         assert time.monotonic() - began < 5
+
+
+async def test_an_engine_that_is_out_of_the_routing_and_hangs_costs_an_update_one_look(tmp_path):
+    asked, closed = [], asyncio.Event()
+
+    async def hang(reader, writer):
+        asked.append((await reader.readline()).split()[1])
+        await closed.wait()
+        writer.close()
+
+    client = EngineClient(control_timeout=0.2)
+    async with await asyncio.start_server(hang, "127.0.0.1", 0) as server, FakeEngine(dp_size=2) as good:
+        hung = Worker(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        out = {hung, good.workers[0]}
+        failed = await update_workers(client, [hung, *good.workers], tmp_path, 2, out=out)
+        assert failed == {hung: "it was out of the routing and is not healthy"}
+        assert asked == [b"/health"]
+        assert good.version == 2
+        assert await update_workers(client, good.workers, tmp_path, 3, out=set(good.workers)) == {}
+        assert good.version == 3
+        closed.set()
+    await client.aclose()
+
+
+async def test_an_engine_that_hangs_amid_an_update_is_not_waited_for_to_continue(
+    tmp_path, client, monkeypatch
+):
+    monkeypatch.setattr("rollhook.engine.weights._CONTINUE_SECONDS", 0.05)
+    hung = Reading(client, "continue_")
+    hung.go.clear()
+    async with FakeEngine() as engine:
+        engine.fail("/update_weights_from_disk", 500)
+        failed = await asyncio.wait_for(update_workers(hung, engine.workers, tmp_path, 2), 5)
+        assert "answered 500" in failed[engine.worker]
+    assert hung.now == 0

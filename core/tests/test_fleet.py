@@ -727,3 +727,17 @@ async def test_the_chosen_rank_is_in_the_body_under_the_name_of_the_release(
         await asyncio.gather(*(session.chat([USER]) for session in sessions))
     assert sorted(body[field] for body in engine.requests) == [0, 1, 2]
     assert all(len({"data_parallel_rank", "routed_dp_rank"} & set(body)) == 1 for body in engine.requests)
+
+
+async def test_an_engine_that_is_out_at_a_weight_update_is_asked_whether_it_is_well_again(
+    directory, engines, tmp_path
+):
+    ill, well = engines
+    async with serving(*engines, directory=directory) as policy:
+        policy.table.get(ill.worker).healthy = policy.table.get(well.worker).healthy = False
+        ill.fail("/health", 503)
+        assert await policy.update_weights(tmp_path, 2) == {
+            ill.worker: "it was out of the routing and is not healthy"
+        }
+        assert (ill.control, ill.version, well.version) == ([], 1, 2)
+        assert offered(policy) == [well.worker]

@@ -7,7 +7,7 @@ import logging
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import AsyncIterator, Collection, Coroutine, Sequence
+from collections.abc import AsyncIterator, Collection, Container, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Protocol
@@ -30,10 +30,15 @@ _KEPT = 2
 _AT_ONCE = 32
 #: tries of a flush that requests in the queue forbid, before they are aborted
 _RETRACTED_FLUSH_TRIES = 3
+#: seconds for telling an engine to continue that has failed an update: it leaves the routing anyway
+_CONTINUE_SECONDS = 5.0
 
 
 class WeightControl(Protocol):
     """What an update asks of the engine client."""
+
+    async def health(self, worker: Worker) -> bool:
+        """Return, soon, whether the engine is healthy."""
 
     async def pause(self, worker: Worker, mode: PauseMode = ...) -> None:
         """Stop generating."""
@@ -147,16 +152,18 @@ def cache_key(version: int, mode: PauseMode) -> str | None:
 async def paused(client: WeightControl, engine: Worker, mode: PauseMode = "in_place") -> AsyncIterator[None]:
     """Pause an engine while the block runs; it is told to continue whatever happens, cancellation included.
 
+    After an error of the engine's this takes a few seconds at most, so that a hung one holds nobody up.
     Raises EngineError when it cannot be paused, or told to continue after a block that ended well.
     """
     try:
         await client.pause(engine, mode)
         yield
-    except BaseException:
+    except BaseException as failure:
+        limit = _CONTINUE_SECONDS if isinstance(failure, EngineError) else None
         try:
-            await _to_the_end(client.continue_(engine))
-        except EngineError as error:
-            log.error("engine %s may be paused still: %s", engine.url, error)
+            await _to_the_end(_within(limit, client.continue_(engine)))
+        except (EngineError, TimeoutError) as error:
+            log.error("engine %s may be paused still: %s", engine.url, error or "it gave no answer")
         raise
     await _to_the_end(client.continue_(engine))
 
@@ -169,12 +176,14 @@ async def update_workers(
     mode: PauseMode = "in_place",
     *,
     at_once: int = _AT_ONCE,
+    out: Container[Worker] = (),
 ) -> dict[Worker, str]:
     """Bring every engine to a version: pause, flush unless `in_place`, update, verify the version, continue.
 
     Engines are updated side by side, `at_once` of them, each base URL once however many ranks it has. An
-    engine that fails in any step is told to continue all the same. Returns the workers of the engines that
-    failed, with the reason; the caller takes them out of the routing.
+    engine that fails in any step is told to continue all the same. One whose workers are all `out` of the
+    routing is updated only if it says that it is healthy: nobody waits for one that hangs. Returns the workers
+    of the engines that failed, with the reason; the caller takes them out of the routing.
     """
     engines: dict[str, list[Worker]] = defaultdict(list)
     for worker in workers:
@@ -183,6 +192,8 @@ async def update_workers(
 
     async def update(url: str) -> str:
         async with slots:
+            if all(rank in out for rank in engines[url]) and not await client.health(Worker(url)):
+                return "it was out of the routing and is not healthy"
             return await _update_engine(client, Worker(url), path, version, mode)
 
     reasons = await asyncio.gather(*map(update, engines))
@@ -227,6 +238,11 @@ async def _drop_cache(client: WeightControl, engine: Worker, mode: PauseMode) ->
         log.info("engine %s: its retracted requests are aborted, for %s", engine.url, error)
         await client.abort(engine)
         await client.flush(engine)
+
+
+async def _within(seconds: float | None, work: Coroutine[object, object, None]) -> None:
+    async with asyncio.timeout(seconds):
+        await work
 
 
 async def _to_the_end(work: Coroutine[object, object, None]) -> None:

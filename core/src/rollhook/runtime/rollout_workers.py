@@ -127,7 +127,8 @@ class RolloutWorkers:
             try:
                 await self._pause(version)
                 mode = self._recipe.rollout.pause_mode
-                failed = await update_workers(self._client, engines, path, version, mode)
+                out = {entry.worker for entry in self.table if not entry.healthy}
+                failed = await update_workers(self._client, engines, path, version, mode, out=out)
                 self._engines = (engines, version)
                 self._tell("set_version", version, list(failed))
             finally:

@@ -106,7 +106,8 @@ class PolicyClient:
             if self._limits.drain:
                 await self.fleet.idle(self._limits.drain)
             workers = self.table.workers
-            failed = await update_workers(self._client, workers, path, version, self._pause_mode)
+            out = {entry.worker for entry in self.table if not entry.healthy}
+            failed = await update_workers(self._client, workers, path, version, self._pause_mode, out=out)
             joined = set(self.table.workers).difference(workers)  # they are offered once a probe finds it
             self.set_version(version, joined.union(failed))
         finally:

@@ -109,7 +109,9 @@ class SGLangEngine(Engine):
         return version
 
     async def _serves(self, server: Server, weight_version: int) -> bool:
-        """Return whether a server generates, with these weights."""
+        """Return whether a server generates, with these weights; one that hangs costs a few seconds."""
+        if not await self._client.health(server.worker):
+            return False
         try:
             served = await self._client.weight_version(server.worker)
         except EngineError:
