@@ -32,6 +32,9 @@ MODULE = """
             super().__init__()
             self.live = live
 
+        def price_per_second(self, spec):
+            return spec.cpus
+
     @hookimpl
     def rollhook_sandboxes():
         return [Component("remembering", Config, "remembering_sandboxes:Remembering", "for a test")]
@@ -61,7 +64,7 @@ def run(tmp_path: Path) -> RunDir:
     return run
 
 
-def leave_one(run: RunDir, *, status: Any = "failed", episode: str = "e1") -> str:
+def leave_one(run: RunDir, *, status: Any = "failed", episode: str = "e1", cpus: float | None = None) -> str:
     """Leave a sandbox behind in an attempt that ended so (None: it goes on)."""
     import remembering_sandboxes  # type: ignore[import-not-found]
 
@@ -70,7 +73,7 @@ def leave_one(run: RunDir, *, status: Any = "failed", episode: str = "e1") -> st
     async def acquire() -> str:
         backend = remembering_sandboxes.Remembering(None, None)
         pool = SandboxPool(backend, run_id=run.run_id, attempt=attempt.number, journal=attempt.journal)
-        sandbox = await pool.acquire(SandboxSpec(lifetime_seconds=1000.0), episode_id=episode)
+        sandbox = await pool.acquire(SandboxSpec(lifetime_seconds=1000.0, cpus=cpus), episode_id=episode)
         await attempt.journal.commit()
         return sandbox.id
 
@@ -105,6 +108,36 @@ def test_list_says_whose_each_is_and_whether_it_may_go(
 def test_show_says_what_a_backend_cannot_do(capsys: pytest.CaptureFixture[str]) -> None:
     rollhook("show", "sandbox.remembering")
     assert "  cannot:\n    a_pipe_stays_open  the service closes it\n" in capsys.readouterr().out
+
+
+def test_list_tells_what_they_cost_as_far_as_it_is_known(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    leave_one(run, cpus=2.0)
+    leave_one(run)
+    for attempt in (1, 2):
+        age(run.path / "attempts" / str(attempt) / "journal.jsonl", 100.0)
+    rollhook("sandboxes", "list", "--json")
+    priced, unpriced = json.loads(capsys.readouterr().out)["sandboxes"]
+    assert priced["cost"] == pytest.approx(200.0, abs=20.0)
+    assert unpriced["cost"] is None
+    rollhook("sandboxes", "list")
+    out, err = capsys.readouterr()
+    assert [line.split()[6] == "-" for line in out.splitlines()[1:]] == [False, True]
+    assert "2 sandboxes, cost so far 20" in err
+    assert "7200 an hour, without 1 of unknown price" in err
+
+
+def test_a_backend_that_cannot_be_asked_does_not_stop_the_others(
+    run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sandbox = leave_one(run)
+    other = RunDir.create(tmp_path / "runs", "absent", run_id="absent")
+    other.lock_path.write_text("name: absent\nsandbox: remembered\n")
+    rollhook("sandboxes", "reap", code=1)
+    out, err = capsys.readouterr()
+    assert sandbox in out
+    assert "sandbox backend remembered could not be asked: " in err
 
 
 def test_reap_deletes_what_has_ended(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""`rollhook sandboxes`: what the providers hold for runs, and deleting what no run uses any more."""
+"""`rollhook sandboxes`: what providers hold for runs, deleting what no run uses any more, baking ahead."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from rollhook.sandbox.reap import Finding
 
 app = typer.Typer(
-    help="List the sandboxes of runs, and delete those that no run uses any more.",
+    help="List the sandboxes of runs, delete those that no run uses any more, make images ahead.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 
-HEADER = ("BACKEND", "SANDBOX", "RUN", "EPISODE", "AGE", "EXPIRES", "MAY BE REAPED")
+HEADER = ("BACKEND", "SANDBOX", "RUN", "EPISODE", "AGE", "COST", "EXPIRES", "MAY BE REAPED")
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 Runs = Annotated[
@@ -79,21 +79,24 @@ def list_sandboxes(
         for labels in _each(runs, chosen, wanted):
             found.extend((name, each) for each in await survey(made, labels=labels, older_than=age))
 
-    _with_backends(_backends(chosen, backend, keys), look)
+    code = _with_backends(_backends(chosen, backend, keys), look)
     without = (
         []
         if wanted or older_than
         else list(_without_sandbox(chosen, {each.lease.nonce for _, each in found}))
     )
     if json:
-        facts = [{"backend": name, **dataclasses.asdict(finding)} for name, finding in found]
+        facts = [
+            {"backend": name, **dataclasses.asdict(finding), "cost": finding.cost} for name, finding in found
+        ]
         as_json({"sandboxes": facts, "open_leases_without_a_sandbox": without})
-        return
+        raise typer.Exit(code)
     now = time.time()
     rows = [_row(name, finding, now) for name, finding in found]
     table([HEADER, *rows] if rows else [])
-    typer.echo(f"{len(found)} sandboxes", err=True)
+    typer.echo(f"{len(found)} sandboxes{_bill([finding for _, finding in found])}", err=True)
     _tell_open_leases(without)
+    raise typer.Exit(code)
 
 
 @app.command("reap")
@@ -107,8 +110,9 @@ def reap_sandboxes(
     dry_run: DryRun = False,
     json: Json = False,
 ) -> None:
-    """Delete sandboxes whose attempt is over; exit code 1 when one could not be deleted.
+    """Delete sandboxes whose attempt is over.
 
+    Exit code 1 when one could not be deleted, or a backend could not be asked.
     The provider is asked twice, and what was found both times is deleted. Where a run's journal cannot be
     read here, its sandboxes are deleted only after their leases expire.
     """
@@ -124,7 +128,7 @@ def reap_sandboxes(
             for field in dataclasses.fields(report):
                 getattr(total, field.name).update(getattr(report, field.name))
 
-    _with_backends(_backends(chosen, backend, keys), sweep)
+    code = _with_backends(_backends(chosen, backend, keys), sweep)
     deleted = "would be deleted" if dry_run else "deleted"
     if json:
         found = dataclasses.asdict(total)
@@ -135,7 +139,43 @@ def reap_sandboxes(
         table([("FAILED", *each) for each in total.failed.items()])
         counts = f"{len(total.deleted)} {deleted}, {len(total.kept)} kept, {len(total.failed)} failed"
         typer.echo(counts, err=True)
-    raise typer.Exit(1 if total.failed else 0)
+    raise typer.Exit(1 if total.failed else code)
+
+
+@app.command("bake")
+def bake_sandboxes(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="PACK|RECIPE", help="a pack, a directory of tasks, an environment, or a recipe"
+        ),
+    ],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="of a recipe: key.path=value, +key=value or ~key")
+    ] = None,
+    backend: Annotated[
+        str | None, typer.Option(help="sandbox backend; default: the recipe's, which a pack has not")
+    ] = None,
+    keys: Keys = None,
+    environment: Annotated[
+        str, typer.Option(help="environment that reads packs and directories")
+    ] = "tbench2",
+    split: Annotated[
+        str | None, typer.Option(help="only this split; default: all tasks of a pack, the splits of a recipe")
+    ] = None,
+    only: Annotated[list[str] | None, typer.Option("--task", help="ids or patterns; repeatable")] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="builds at once")] = 4,
+    json: Json = False,
+) -> None:
+    """Make what the sandboxes of tasks need before a run waits for it: images, templates, snapshots.
+
+    Every distinct sandbox of the tasks is baked once. What is there already is not made again, so after
+    Ctrl-C or a failure the same command goes on. Exit code 1 when one failed, which does not stop the others.
+    """
+    from rollhook.cli.baking import bake
+
+    use = _named(backend, keys) if backend is not None else None
+    raise typer.Exit(bake(source, overrides or [], use, environment, split, only, concurrency, json))
 
 
 def _runs(references: Sequence[str] | None) -> list[RunDir]:
@@ -183,10 +223,9 @@ def _backends(runs: Sequence[RunDir], name: str | None, keys: Sequence[str] | No
     """Return the backends to ask, each once: the named one, else those that the runs' locks name."""
     from rollhook.errors import RollhookError
     from rollhook.recipe.load import load_recipe
-    from rollhook.recipe.schema import SandboxUse
 
     if name is not None:
-        return [SandboxUse.model_validate({"use": name, **parse_keys(keys)})]
+        return [_named(name, keys)]
     found: list[SandboxUse] = []
     for run in runs:
         if not run.lock_path.exists():
@@ -201,14 +240,22 @@ def _backends(runs: Sequence[RunDir], name: str | None, keys: Sequence[str] | No
     return found
 
 
-def _with_backends(
-    uses: Sequence[SandboxUse], work: Callable[[str, SandboxBackend], Awaitable[None]]
-) -> None:
-    """Build each backend, do the work with it, and release it."""
+def _named(name: str, keys: Sequence[str] | None) -> SandboxUse:
+    from rollhook.recipe.schema import SandboxUse
+
+    return SandboxUse.model_validate({"use": name, **parse_keys(keys)})
+
+
+def _with_backends(uses: Sequence[SandboxUse], work: Callable[[str, SandboxBackend], Awaitable[None]]) -> int:
+    """Build each backend, do the work with it, and release it; return the exit code.
+
+    One that cannot be asked (no SDK, no key, no answer) is told and does not stop the others.
+    """
     import tempfile
     from pathlib import Path
 
     from rollhook import plugins
+    from rollhook.errors import RollhookError
     from rollhook.recipe.schema import Recipe
     from rollhook.runtime.parts import Parts
 
@@ -222,8 +269,16 @@ def _with_backends(
             await backend.aclose()
 
     with tempfile.TemporaryDirectory(prefix="rollhook-sandboxes-") as scratch:
+        code = 0
         for use in uses:
-            asyncio.run(one(use, scratch))
+            try:
+                asyncio.run(one(use, scratch))
+            except RollhookError as error:
+                if len(uses) == 1:
+                    raise
+                typer.echo(f"sandbox backend {use.use} could not be asked: {error}", err=True)
+                code = 1
+    return code
 
 
 def _without_sandbox(runs: Sequence[RunDir], nonces: set[str]) -> Iterator[dict[str, Any]]:
@@ -256,6 +311,16 @@ def _tell_open_leases(without: Sequence[dict[str, Any]]) -> None:
         )
 
 
+def _bill(found: Sequence[Finding]) -> str:
+    """Return what they cost so far and go on to, as far as it is known; empty when of none it is."""
+    priced = [(each.cost, each.price) for each in found if each.cost is not None and each.price is not None]
+    if not priced:
+        return ""
+    unknown = f", without {len(found) - len(priced)} of unknown price" if len(priced) < len(found) else ""
+    cost, hourly = sum(cost for cost, _ in priced), 3600 * sum(price for _, price in priced)
+    return f", cost so far {cost:.4g}, {hourly:.4g} an hour{unknown}"
+
+
 def _row(name: str, finding: Finding, now: float) -> tuple[str, ...]:
     lease = finding.lease
     return (
@@ -264,6 +329,7 @@ def _row(name: str, finding: Finding, now: float) -> tuple[str, ...]:
         f"{lease.run_id}/{lease.attempt}",
         lease.episode or "-",
         "-" if finding.age is None else f"{finding.age:.0f} s",
+        "-" if finding.cost is None else f"{finding.cost:.4g}",
         f"{lease.expiry - now:.0f} s",
         f"{'yes' if finding.reap else 'no'}: {finding.reason}",
     )

@@ -32,6 +32,7 @@ class Finding:
     """A sandbox that carries a lease; `reason` says why it may (`reap`) or may not be deleted.
 
     `age` is in seconds, since the provider made it or else since its lease; None where neither is known here.
+    `price` is that of a second, from the lease's journal; None where it is not known.
     """
 
     sandbox: SandboxInfo
@@ -39,6 +40,12 @@ class Finding:
     reap: bool
     reason: str
     age: float | None = None
+    price: float | None = None
+
+    @property
+    def cost(self) -> float | None:
+        """What it has cost so far; None where that is not known."""
+        return None if self.age is None or self.price is None else self.age * self.price
 
 
 @dataclass
@@ -139,7 +146,7 @@ def _judge(info: SandboxInfo, lease: Lease, known: _Known | None, now: float) ->
     since = info.created_at if info.created_at is not None or known is None else known.taken_at
     age = None if since is None else now - since
     if known is not None:
-        return Finding(info, lease, known.over, known.reason, age)
+        return Finding(info, lease, known.over, known.reason, age, known.price)
     if now > lease.expiry:
         return Finding(info, lease, True, f"its lease expired {now - lease.expiry:.0f} s ago", age)
     return Finding(
@@ -159,6 +166,7 @@ class _Known:
     taken_at: float
     over: bool
     reason: str
+    price: float | None
 
 
 def _attempts_over(
@@ -181,12 +189,12 @@ def _attempts_over(
         if reason is None:
             unsure.append((attempts[number], ours))
         else:
-            known |= {lease.nonce: _Known(lease.taken_at, True, reason) for lease in ours}
+            known |= {lease.nonce: _Known(lease.taken_at, True, reason, lease.price) for lease in ours}
     alive = watch([attempt.heartbeat_path for attempt, _ in unsure]) if unsure else set()
     for attempt, ours in unsure:
         lives = attempt.heartbeat_path in alive
         reason = f"attempt {attempt.number} is alive" if lives else "its attempt's heartbeat stands still"
-        known |= {lease.nonce: _Known(lease.taken_at, not lives, reason) for lease in ours}
+        known |= {lease.nonce: _Known(lease.taken_at, not lives, reason, lease.price) for lease in ours}
     return known
 
 
