@@ -122,6 +122,32 @@ def test_what_breaks_the_protocol_is_told_apart(raw):
         read(raw)
 
 
+GOOD = event(chunk(ROWS[:2], 2))
+
+
+@pytest.mark.parametrize(
+    ("raw", "told"),
+    [
+        (GOOD + event(chunk(ROWS[:1], 9)), "1 log-probabilities after 2 of 9"),
+        (GOOD + event(chunk([*ROWS[:2], ["nan", 9]], 3)), "not finite"),
+        (GOOD + event(chunk([*ROWS[:2], [-0.5, -9]], 3)), "out of range"),
+        (GOOD + event(chunk([*ROWS[:2], [-0.5]], 3)), "IndexError"),
+        (GOOD + event([1]), "TypeError"),
+        (GOOD + event({"meta_info": None}), "TypeError"),
+        (GOOD + b"data: {\n\n", "JSONDecodeError"),
+        (GOOD + event(chunk(ROWS[:2], 2, {"type": "unheard-of"})), "'unheard-of' is unknown"),
+    ],
+    ids=["count", "logprob", "id", "no id", "list", "no meta", "no JSON", "reason"],
+)
+def test_what_breaks_the_protocol_after_the_first_tokens_keeps_them(raw, told):
+    given_ids = []
+    with pytest.raises(CutStreamError, match=told) as caught:
+        asyncio.run(read_generation(pieces(raw, 1 << 16), given_ids.extend))
+    partial = caught.value.partial
+    assert (partial.token_ids, partial.logprobs, partial.finish_reason) == ([7, 8], [-0.5, -0.25], "abort")
+    assert given_ids == [7, 8]
+
+
 async def test_only_data_up_to_done_is_read():
     raw = b": ping\r\nevent: x\r\ndata: 1\r\n\r\ndata: [DONE]\n\ndata: 2\n\n"
     assert [each async for each in read_events(pieces(raw, 3))] == [1]
@@ -219,6 +245,11 @@ async def test_a_server_that_cannot_stream_answers_at_once(client):
 
 async def test_a_stream_outside_the_protocol_is_an_engine_error(client):
     async with FakeEngine(scripted([5, 6, 9])) as engine:
+        engine.mangle = lambda answer: {"meta_info": {"completion_tokens": 7}}
+        with pytest.raises(CutStreamError, match="broke the protocol after 3 tokens") as caught:
+            await client.generate(engine.worker, REQUEST, lambda ids: None)
+        assert caught.value.partial.token_ids == [5, 6, 9]
+    async with FakeEngine(scripted([])) as engine:
         engine.mangle = lambda answer: {"meta_info": {"completion_tokens": 7}}
         with pytest.raises(EngineError, match="outside the protocol"):
             await client.generate(engine.worker, REQUEST, lambda ids: None)

@@ -116,6 +116,19 @@ def test_wherever_streams_are_cut_text_and_tokens_are_those_of_one_reply(
     asyncio.run(converse())
 
 
+async def test_a_stream_that_breaks_the_protocol_after_its_first_token_goes_on(directory, renderer):
+    ids = [*renderer.encode("abcd"), 2]
+    rest = going_on(renderer, ids)
+    engine = FakeEngine(lambda prompt, params: rest(prompt, params)[: 5 if len(engine.requests) > 1 else 2])
+    engine.mangle = lambda answer: answer if len(engine.requests) > 1 else {"meta_info": None}
+    async with serving(engine, directory=directory, limits=FAST) as policy:
+        session, heard = open_session(policy), Heard()
+        reply = await session.chat([USER], on_delta=heard.append)
+        (leaf,) = session.leaves()
+    assert (heard.text, reply.finish_reason, session.stats.retries) == ("abcd", "stop", 1)
+    assert leaf.token_ids[len(renderer.first([USER])) :].tolist() == ids
+
+
 async def test_half_a_character_comes_only_when_nothing_completes_it(directory, renderer):
     ids = renderer.encode("a \U0001f980")[:-1]
     engine = FakeEngine(lambda prompt, params: ids)

@@ -20,7 +20,7 @@ from rollhook.engine.server_info import (
     parse_loads,
     parse_server_info,
 )
-from rollhook.engine.streaming import CutStreamError, TokenSink, read_generation
+from rollhook.engine.streaming import OUTSIDE, CutStreamError, TokenSink, read_generation
 from rollhook.errors import EngineError, Kind
 from rollhook.router import Worker
 
@@ -86,7 +86,7 @@ class EngineClient:
                 raise CutStreamError(f"{worker.url}/generate was cut: {cut}", cut.partial) from cut
             self._check(generation, request)
             return generation
-        except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
+        except OUTSIDE as error:
             raise _outside(worker, "/generate", error) from error
 
     async def _generation(

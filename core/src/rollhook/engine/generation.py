@@ -52,15 +52,11 @@ def parse_generation(data: Any) -> Generation:
         if kind != "abort":
             raise ValueError("output_token_logprobs are missing although they were asked for")
         rows = []
-    logprobs = [float(row[0]) for row in rows]
-    ids = [int(row[1]) for row in rows]
+    logprobs, ids = parse_rows(rows)
     if kind != "abort":
         _check_tokens(data, meta, ids)
-    if not all(math.isfinite(logprob) for logprob in logprobs):
-        raise ValueError("a log-probability is not finite")
     numbers = _versions(meta.get("weight_versions"), len(ids))
     last = version_number(meta.get("weight_version"))
-    _check_range("token id", ids)
     _check_range("weight version", [*(numbers or ()), last or 0])
     queue = meta.get("queue_time")
     return Generation(
@@ -73,6 +69,16 @@ def parse_generation(data: Any) -> Generation:
         cached_tokens=int(meta.get("cached_tokens") or 0),
         meta={key: meta[key] for key in ("e2e_latency", "prompt_tokens") if key in meta},
     )
+
+
+def parse_rows(rows: Sequence[Any]) -> tuple[list[float], list[int]]:
+    """Return the log-probabilities and the ids of rows; raises as `parse_generation` does."""
+    logprobs = [float(row[0]) for row in rows]
+    ids = [int(row[1]) for row in rows]
+    if not all(math.isfinite(logprob) for logprob in logprobs):
+        raise ValueError("a log-probability is not finite")
+    _check_range("token id", ids)
+    return logprobs, ids
 
 
 def _versions(reported: Any, count: int) -> list[int] | None:

@@ -9,12 +9,14 @@ import aiohttp
 import orjson
 
 from rollhook.engine.base import Generation
-from rollhook.engine.generation import parse_generation
+from rollhook.engine.generation import parse_generation, parse_rows
 from rollhook.errors import EngineError, Kind
 
 #: is given the ids that a stream adds, as they come
 TokenSink = Callable[[Sequence[int]], None]
 
+#: what an answer outside the protocol raises where it is read
+OUTSIDE = (KeyError, TypeError, ValueError, IndexError, OverflowError)
 # bytes of one event: the cumulative rows of a long reply are some megabytes
 _LONGEST_EVENT = 256 << 20
 
@@ -27,6 +29,10 @@ class CutStreamError(EngineError):
     def __init__(self, message: str, partial: Generation) -> None:
         super().__init__(message)
         self.partial = partial
+
+
+class TakenBackError(ValueError):
+    """An event contradicts those before it, so that none of them can be trusted."""
 
 
 class GenerationStream:
@@ -52,19 +58,25 @@ class GenerationStream:
         return self._meta.get("finish_reason") is not None
 
     def add(self, event: Any) -> list[int]:
-        """Take an event. Raises ValueError, KeyError, IndexError or TypeError when it breaks the protocol."""
+        """Take an event, or nothing of it.
+
+        Raises ValueError, KeyError, IndexError, TypeError or OverflowError when it breaks the protocol, and
+        TakenBackError when it does not agree with what came before it.
+        """
         meta = dict(event["meta_info"])
         rows = meta.get("output_token_logprobs") or []
         total, seen = meta.get("completion_tokens", len(rows)), len(self._rows)
-        if len(rows) == total and total >= seen:
+        if total < seen:
+            raise TakenBackError(f"{total} tokens after {seen} were streamed")
+        if len(rows) == total:
             if seen and rows[seen - 1][1] != self._rows[-1][1]:
-                raise ValueError("a token that was streamed has changed")
+                raise TakenBackError("a token that was streamed has changed")
             new = rows[seen:]
         elif seen + len(rows) == total:
             new = rows
         else:
             raise ValueError(f"{len(rows)} log-probabilities after {seen} of {total} tokens")
-        ids = [int(row[1]) for row in new]
+        _, ids = parse_rows(new)
         self._rows += new
         self._meta = meta
         return ids
@@ -103,8 +115,9 @@ async def read_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[Any]:
 async def read_generation(chunks: AsyncIterator[bytes], on_tokens: TokenSink) -> Generation:
     """Read a streamed generation to its end, giving `on_tokens` the ids as they come.
 
-    Raises CutStreamError when it ends early or breaks after its first token, EngineError when the server says
-    that it failed, ValueError, KeyError, IndexError or TypeError when it breaks the protocol.
+    Raises CutStreamError when it ends early, or breaks off or breaks the protocol after its first token: the
+    events before stay true. EngineError when the server says that it failed before, and ValueError, KeyError,
+    IndexError, TypeError or OverflowError when it breaks the protocol before, or takes something back.
     """
     stream = GenerationStream()
     try:
@@ -113,13 +126,20 @@ async def read_generation(chunks: AsyncIterator[bytes], on_tokens: TokenSink) ->
                 raise EngineError(f"the stream failed: {_reason(event['error'])}", kind="retryable")
             if ids := stream.add(event):
                 on_tokens(ids)
+        if stream.finished:
+            return stream.generation()
+    except TakenBackError:
+        raise
     except (EngineError, aiohttp.ClientError, OSError, TimeoutError) as error:
         if stream.count:
             raise CutStreamError(f"{error or type(error).__name__}", stream.partial()) from error
         raise
-    if not stream.finished:
-        raise CutStreamError(f"the stream ended after {stream.count} tokens", stream.partial())
-    return stream.generation()
+    except OUTSIDE as error:
+        if stream.count:
+            reason = f"it broke the protocol after {stream.count} tokens: {type(error).__name__}: {error}"
+            raise CutStreamError(reason, stream.partial()) from error
+        raise
+    raise CutStreamError(f"the stream ended after {stream.count} tokens", stream.partial())
 
 
 def _reason(error: Any) -> str:

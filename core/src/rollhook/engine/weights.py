@@ -182,8 +182,9 @@ async def update_workers(
 
     Engines are updated side by side, `at_once` of them, each base URL once however many ranks it has. An
     engine that fails in any step is told to continue all the same. One whose workers are all `out` of the
-    routing is updated only if it says that it is healthy: nobody waits for one that hangs. Returns the workers
-    of the engines that failed, with the reason; the caller takes them out of the routing.
+    routing is updated only if it says that it is healthy: nobody waits for one that hangs.
+
+    Returns the workers of the engines that failed, with the reason; the caller takes them out of the routing.
     """
     engines: dict[str, list[Worker]] = defaultdict(list)
     for worker in workers:
