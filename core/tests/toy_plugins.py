@@ -110,6 +110,10 @@ class Policy(RouterPolicy):
     pass
 
 
+class Spread(Policy):
+    always_picks = True
+
+
 class Generator(Engine):
     async def start(self, placement, model_dir, weight_version):
         raise NotImplementedError
@@ -204,7 +208,7 @@ def rollhook_sandboxes():
 
 @hookimpl
 def rollhook_router_policies():
-    return _components(spread=(NoKeys, "Policy"), stick=(StickConfig, "Policy"))
+    return _components(spread=(NoKeys, "Spread"), stick=(StickConfig, "Policy"))
 
 
 @hookimpl

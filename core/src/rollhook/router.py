@@ -57,6 +57,8 @@ class RouterPolicy(ABC):  # noqa: B024 - every method has a default, none suits 
 
     #: the prompt's tokens matter: a session's worker is chosen at its first turn, not when it is opened
     needs_prefix: ClassVar[bool] = False
+    #: it picks a worker whenever one is on offer, so that no policy after it in a chain ever decides
+    always_picks: ClassVar[bool] = False
 
     def __init__(self, config: Any, context: BuildContext) -> None:
         self.config = config

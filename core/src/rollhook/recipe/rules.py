@@ -373,6 +373,20 @@ def lists(c: Composition) -> Iterator[Problem]:
             yield Problem(key, f"names {name!r} twice")
 
 
+def router_chain(c: Composition) -> Iterator[Problem]:
+    """Policies that are never asked."""
+    names = list(dict.fromkeys(each.strip() for each in c.recipe.router.use.split("+")))
+    always = {part.name for part in c.parts.of("router") if part.cls and part.cls.always_picks}
+    decides = next((name for name in names if name in always), None)
+    if decides is not None and (idle := names[names.index(decides) + 1 :]):
+        way_out = "+".join([*(name for name in names if name not in always), decides])
+        yield Problem(
+            "router.use",
+            f"{decides} always picks a worker, so {' and '.join(idle)} after it never decides",
+            hint=f"set router.use={way_out}",
+        )
+
+
 def sandbox_isolation(c: Composition) -> Iterator[Problem]:
     """Trained episodes are isolated from the host."""
     part = c.part("sandbox")
@@ -407,5 +421,6 @@ _RULES: list[Callable[[Composition], Iterator[Problem]]] = [
     gateway,
     launcher,
     lists,
+    router_chain,
     sandbox_isolation,
 ]

@@ -39,6 +39,7 @@ class RouterPolicyContract(Contract):
         for policy, request, offered in _life(make_policy(0)):
             picked = policy.pick(request, offered)
             assert picked is None or picked in [load.worker for load in offered]
+            assert picked is not None or not (policy.always_picks and offered)
             if picked is not None:
                 policy.assigned(request, picked)
 

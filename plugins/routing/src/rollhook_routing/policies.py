@@ -6,6 +6,7 @@ import random
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 from rollhook.component import BuildContext
 from rollhook.router import RouteRequest, RouterPolicy, Worker, WorkerLoad
@@ -21,6 +22,8 @@ from rollhook_routing.loads import amount, least_loaded, mean_sessions
 
 class RoundRobin(RouterPolicy):
     """Offers each worker in turn, skipping those that are not on offer."""
+
+    always_picks: ClassVar[bool] = True
 
     def __init__(self, config: RoundRobinConfig, context: BuildContext) -> None:
         super().__init__(config, context)
@@ -39,6 +42,8 @@ class RoundRobin(RouterPolicy):
 class Random(RouterPolicy):
     """Draws a worker at random, reproducibly from the run's seed."""
 
+    always_picks: ClassVar[bool] = True
+
     def __init__(self, config: RandomConfig, context: BuildContext) -> None:
         super().__init__(config, context)
         self._random = random.Random(context.seed)  # noqa: S311 - a choice of worker is no secret
@@ -53,6 +58,8 @@ class MinLoad(RouterPolicy):
 
     Sessions count, not requests: an agent that idles in a tool will be back.
     """
+
+    always_picks: ClassVar[bool] = True
 
     def __init__(self, config: MinLoadConfig, context: BuildContext) -> None:
         super().__init__(config, context)
@@ -69,6 +76,8 @@ class PowerOfTwo(RouterPolicy):
     Nearly as even as min_load, and no herd where several routers see loads late (Mitzenmacher 2001, "The
     Power of Two Choices in Randomized Load Balancing").
     """
+
+    always_picks: ClassVar[bool] = True
 
     def __init__(self, config: PowerOfTwoConfig, context: BuildContext) -> None:
         super().__init__(config, context)

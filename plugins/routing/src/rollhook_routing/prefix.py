@@ -22,6 +22,7 @@ class PrefixCache(RouterPolicy):
     more than so many times the mean of requests under way, for one that has no more than the mean.
     """
 
+    always_picks: ClassVar[bool] = True
     needs_prefix: ClassVar[bool] = True
 
     def __init__(self, config: PrefixCacheConfig, context: BuildContext) -> None:

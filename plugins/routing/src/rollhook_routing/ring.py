@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from typing import ClassVar
 
 from rollhook.component import BuildContext
 from rollhook.router import RouteRequest, RouterPolicy, Worker, WorkerLoad
@@ -17,6 +18,8 @@ class ConsistentHash(RouterPolicy):
     A worker has `points` points; when it leaves, its keys go to their next ones and all others stay. With
     `load_factor` a worker that is full is skipped, too (consistent hashing with bounded loads).
     """
+
+    always_picks: ClassVar[bool] = True
 
     def __init__(self, config: ConsistentHashConfig, context: BuildContext) -> None:
         super().__init__(config, context)
