@@ -1,0 +1,245 @@
+"""POSIX sh programs for commands that are started detached and looked after by short requests.
+
+A command has a directory: `out` and `err` hold what it printed, `exit` its exit code once it has ended, `w`
+and `pid` its wrapper's pid and its own, `in/` what it still has to read. Making that directory is what
+starts it, so a start that is sent again starts nothing.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+
+from rollhook.sandbox import scripts
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+#: $1: pauses; $2, $3: bytes of out and err that are there already; $4: bytes of each to return at most.
+#: Waits until the command has ended or has printed more, then prints the answer
+_LOOK = r"""
+running() {
+  { read -r w < "$d/w" && IFS= read -r stat < "/proc/$w/stat"; } || return 1
+  case ${stat##*) } in Z* | X*) return 1 ;; esac
+}
+pauses=$1 out=$2 err=$3 most=$4 code=- broken=0
+for pause in $pauses end; do
+  running && gone= || gone=1
+  read -r code < "$d/exit" || code=-
+  set -- $(wc -c "$d/out" "$d/err")
+  [ "$code" = - ] && [ "$gone" ] && code=137
+  [ "$code" != - ] || [ "${1:-0}" -gt "$out" ] || [ "${3:-0}" -gt "$err" ] && break
+  [ "$pause" = end ] || sleep "$pause" || sleep 1
+done
+[ -e "$d/broken" ] && broken=1
+printf '\nrollhook: %s %s %s %s\n' "$code" "${1:-0}" "${3:-0}" "$broken"
+[ "${1:-0}" -gt "$out" ] && tail -c +$((out + 1)) "$d/out" | head -c "$most" | base64 | tr -d '\n'
+echo
+[ "${3:-0}" -gt "$err" ] && tail -c +$((err + 1)) "$d/err" | head -c "$most" | base64 | tr -d '\n'
+printf '\nrollhook: end\n'
+"""
+
+#: feeds what is put into `in/` to the command; `end` there says that no more comes
+_FEED = r"""
+feed() {
+  i=1
+  while :; do
+    if [ -f "$d/in/$i" ]; then
+      cat "$d/in/$i" || { : > "$d/broken"; exit; }
+      rm -f "$d/in/$i"
+      i=$((i + 1))
+    elif [ -f "$d/in/end" ]; then
+      [ -f "$d/in/$i" ] || exit
+    else
+      sleep 0.03 || sleep 1
+    fi
+  done
+}
+feed > "$d/fifo" &
+feeder=$!
+"""
+
+#: the leader of a session of its own: the command in the foreground, its exit code to a file.
+#: $1: uid to become, "" for none; $2: gid; $3: user's name, "" for none asked; $4: home
+_RUN = r"""
+d=@D@ feeder=
+echo $$ > "$d/w"
+@FEED@
+(
+  uid=$1 gid=$2 user=$3
+  [ "$user" ] && export "HOME=$4" "USER=$user" "LOGNAME=$user"
+  cd -- @CWD@ || exit 126
+@EXPORTS@
+  set -- @ARGV@
+  if [ "$uid" ]; then
+    groups=--init-groups
+    [ "$uid" = "$user" ] && groups=--clear-groups
+    if setpriv --reuid 0 true 2> /dev/null; then
+      set -- setpriv --reuid "$uid" --regid "$gid" "$groups" -- "$@"
+    else
+      set -- su -m -s /bin/sh "$user" -c 'exec "$@"' sh "$@"
+    fi
+  fi
+  exec /bin/sh -c 'echo $$ > "$0"; exec "$@"' "$d/pid" "$@"
+) < @STDIN@ > "$d/out" 2> "$d/err"
+code=$?
+[ "$feeder" ] && kill -9 "$feeder"
+mkdir -p "$d"
+echo "$code" > "$d/exit.new" && mv -f "$d/exit.new" "$d/exit"
+"""
+
+#: finds the account of $user; ends the script where there is none, or no way to become it
+_ACCOUNT = r"""
+while IFS=: read -r name x id group x path x; do
+  if [ "$name" = "$user" ] || [ "$id" = "$user" ]; then
+    uid=$id gid=$group home=$path user=$name
+    break
+  fi
+done < /etc/passwd
+case $uid$user in *[!0-9]*) ;; *) uid=$user gid=$user home=/ ;; esac
+[ "$uid" ] || { printf '\nrollhook: nouser\n'; exit; }
+me=$(id -u)
+if [ "$me" = "$uid" ]; then
+  uid=
+elif [ "$me" != 0 ]; then
+  printf '\nrollhook: notroot\n'
+  exit
+fi
+"""
+
+#: making the directory is the start; who finds it there waits until its maker is so far
+_START = r"""
+exec 2> /dev/null
+umask 077
+d=@D@ user=@USER@ uid= gid= home=
+[ "$user" ] && {
+@ACCOUNT@
+}
+mkdir -p @BASE@
+if mkdir "$d"; then
+  : > "$d/out"
+  : > "$d/err"
+  @PIPE@
+  cat > "$d/run" << '@END@'
+@RUN@
+@END@
+  setsid -f /bin/sh "$d/run" "$uid" "$gid" "$user" "$home" < /dev/null > /dev/null ||
+    { setsid /bin/sh "$d/run" "$uid" "$gid" "$user" "$home" < /dev/null > /dev/null & }
+fi
+for pause in 0.02 0.05 0.1 0.2 0.5 1 1 1; do
+  [ -s "$d/w" ] && break
+  sleep "$pause" || sleep 1
+done
+set -- @LOOK_ARGS@
+@LOOK@
+@CLEAN@
+"""
+
+_KILL = r"""
+exec 2> /dev/null
+up=$$ mine=
+while [ "$up" -gt 1 ]; do
+  IFS= read -r stat < "/proc/$up/stat" || break
+  stat=${stat##*) }
+  stat=${stat#* }
+  up=${stat%% *}
+  mine="$mine $up"
+done
+set -- @MARK@ @OWN@"$mine"
+"""
+
+
+def pauses(seconds: float) -> str:
+    """Return the words of a wait of about that long, short ones first."""
+    found, left, step = [], seconds, 0.02
+    while left > 0.001:
+        pause = min(step, left)
+        found.append(f"{pause:.2f}")
+        left -= pause
+        step = min(step * 1.5, 0.25)
+    return " ".join(found)
+
+
+def look(directory: str, wait: float, out: int, err: int, most: int) -> str:
+    """Return the script that answers what became of a command; see `parse` for its answer."""
+    arguments = f"{shlex.quote(pauses(wait))} {out} {err} {most}"
+    return f"exec 2> /dev/null\nd={shlex.quote(directory)}\nset -- {arguments}\n{_LOOK}"
+
+
+def start(
+    base: str,
+    nonce: str,
+    argv: Sequence[str],
+    *,
+    cwd: str,
+    env: Mapping[str, str],
+    user: str | None,
+    stdin: bool,
+    wait: float,
+    most: int,
+    finished: Sequence[str],
+) -> str:
+    """Return the script that starts a command once, and answers like `look` after at most `wait` seconds.
+
+    `finished` are directories of commands that nobody looks at any more; they are removed.
+    """
+    directory = shlex.quote(f"{base}/{nonce}")
+    odd = [f"{name}={value}" for name, value in env.items() if not _NAME.fullmatch(name)]
+    exports = [
+        f"  export {name}={shlex.quote(value)}" for name, value in env.items() if _NAME.fullmatch(name)
+    ]
+    run = _fill(
+        _RUN,
+        D=directory,
+        FEED=_FEED if stdin else "",
+        CWD=shlex.quote(cwd),
+        STDIN='"$d/fifo"' if stdin else "/dev/null",
+        EXPORTS="\n".join(exports),
+        ARGV=shlex.join([*(["env", *odd] if odd else []), *argv]),
+    )
+    return _fill(
+        _START,
+        D=directory,
+        BASE=shlex.quote(base),
+        USER=shlex.quote(user or ""),
+        ACCOUNT=_ACCOUNT if user else ":",
+        PIPE='mkdir "$d/in" && mkfifo "$d/fifo"' if stdin else "",
+        LOOK_ARGS=f"{shlex.quote(pauses(wait))} 0 0 {most}",
+        LOOK=_LOOK,
+        CLEAN=f"rm -rf {shlex.join(finished)}" if finished else "",
+        END=f"rollhook-{nonce}",
+        RUN=run,
+    )
+
+
+def prevent(base: str, nonce: str) -> str:
+    """Return the script after which a start with this nonce that is still under way starts nothing."""
+    return f"umask 077; mkdir -p {shlex.quote(base)}; mkdir {shlex.quote(f'{base}/{nonce}')} 2> /dev/null; :"
+
+
+def feed(directory: str, number: int, encoded: str | None) -> str:
+    """Return the script that gives chunk `number` to a command: base64 text, or what was put beside it."""
+    name = shlex.quote(f"{directory}/in/{number}")
+    made = f"printf %s {encoded} | base64 -d > {name}.new && " if encoded is not None else ""
+    return f"{{ {made}mv -f {name}.new {name} || [ -f {name} ]; }} 2> /dev/null; :"
+
+
+def end_of_input(directory: str) -> str:
+    """Return the script that tells a command that no more input comes."""
+    return f": > {shlex.quote(directory)}/in/end 2> /dev/null; :"
+
+
+def kill_one(directory: str) -> str:
+    """Return the script that kills the command itself."""
+    return f'read -r pid < {shlex.quote(directory)}/pid && kill -9 "$pid"; :'
+
+
+def kill_tree(mark: str, own_pids: frozenset[int]) -> str:
+    """Return the script that kills what carries `mark`, sparing the processes that run this very script."""
+    own = " ".join(str(pid) for pid in sorted(own_pids))
+    return _fill(_KILL, MARK=shlex.quote(mark), OWN=shlex.quote(own)) + scripts.KILL
+
+
+def _fill(template: str, **values: str) -> str:
+    """Put values into a template, in one pass: a value may look like a placeholder."""
+    return re.sub(r"@([A-Z_]+)@", lambda found: values[found[1]], template)
