@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from rollhook.component import Component
 from rollhook.hookspecs import hookimpl
-from rollhook.recipe.problem import Problem
 from rollhook_torch.config import EngineConfig, TrainerConfig
 
 if TYPE_CHECKING:
+    from rollhook.recipe.problem import Problem
     from rollhook.recipe.schema import Recipe
 
 
@@ -41,18 +41,7 @@ def rollhook_trainers() -> list[Component]:
 
 @hookimpl
 def rollhook_check(recipe: Recipe) -> list[Problem]:
-    """Report a trainer whose distribution is not the one that was sampled from."""
-    trainer = recipe.trainer
-    if trainer is None or trainer.use != "torch" or trainer.keys.get("algorithm", "grpo") != "grpo":
-        return []
-    sampled, trained = recipe.rollout.sampling.temperature, trainer.keys.get("temperature", 1.0)
-    if sampled == trained:
-        return []
-    return [
-        Problem(
-            "trainer.temperature",
-            f"is {trained}, but episodes are sampled at rollout.sampling.temperature {sampled}",
-            allowed="both the same: log-probabilities are compared token by token",
-            hint="set trainer.temperature=${rollout.sampling.temperature}",
-        )
-    ]
+    """Report what this engine and this trainer do not have, here or anywhere."""
+    from rollhook_torch.checks import problems
+
+    return list(problems(recipe))
