@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-SETTINGS_OF_TESTS = ("ROLLHOOK_CI", "ROLLHOOK_CI_WITHOUT", "ROLLHOOK_NIGHTLY")
+SETTINGS_OF_TESTS = ("ROLLHOOK_CI", "ROLLHOOK_CI_WITHOUT", "ROLLHOOK_NIGHTLY", "ROLLHOOK_TEST_IMAGE")
 #: libraries that would ask a server; here they must do without
 OFFLINE = {
     "HF_HUB_OFFLINE": "1",
