@@ -73,6 +73,8 @@ class GatedBox:
 
 
 class GatedPool:
+    backend = type("Backend", (), {"capabilities": frozenset()})()
+
     def __init__(self, gates: Gates) -> None:
         self._gates = gates
 

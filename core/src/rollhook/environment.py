@@ -146,10 +146,16 @@ class Environment(ABC):
     #: False: `verify` only awaits work inside a sandbox, so it may run on the runtime's own event loop;
     #: True: it may compute, so it runs on a thread of its own that is left behind past its limit
     verifies_apart: ClassVar[bool] = True
+    #: what the sandboxes of the episodes can do, as `suit` was told
+    sandbox_capabilities: frozenset[str] = frozenset()
 
     def __init__(self, config: Any, context: BuildContext) -> None:
         self.config = config
         self.context = context
+
+    def suit(self, sandbox_capabilities: frozenset[str]) -> None:
+        """Take note of what sandboxes can do, before any episode is made; no I/O."""
+        self.sandbox_capabilities = sandbox_capabilities
 
     @abstractmethod
     def tasks(self, split: str | None = None) -> Sequence[Task]:

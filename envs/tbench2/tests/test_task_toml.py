@@ -128,11 +128,11 @@ BAD = {
         '[environment]\nworkdir = "app"\n',
         ["task.toml:2: environment.workdir: string should match pattern '^/', not 'app'"],
     ),
-    "a value from the host": (
-        '[verifier.env]\nKEY = "${OPENAI_API_KEY:-none}"\n',
+    "a part of a value from the host": (
+        '[verifier.env]\nKEY = "Bearer ${TOKEN}"\n',
         [
-            "task.toml:1: verifier.env: KEY takes a value from the host (${OPENAI_API_KEY:-none}), "
-            "which is not supported"
+            "task.toml:1: verifier.env: KEY takes a part of its value from the host; only a whole value can "
+            "be, as ${NAME} or ${NAME:-default}"
         ],
     ),
     "GPUs": ("[environment]\ngpus = 1\n", ["task.toml:2: environment.gpus: GPUs (gpus = 1): not supported"]),
@@ -152,71 +152,108 @@ BAD = {
         '[environment]\nskills_dir = "/skills"\n',
         ["task.toml:2: environment.skills_dir: skills (skills_dir = '/skills'): not supported"],
     ),
-    "a health check": (
-        '[environment.healthcheck]\ncommand = "true"\n',
+    "hosts without an allowlist": (
+        '[environment]\nallowed_hosts = ["pypi.org"]\n',
+        ["task.toml:1: environment: allowed_hosts has an effect only with network_mode = 'allowlist'"],
+    ),
+    "an address in an allowlist": (
+        '[environment]\nnetwork_mode = "allowlist"\nallowed_hosts = ["10.0.0.0/8"]\n',
         [
-            "task.toml:1: environment.healthcheck: health checks (healthcheck = {'command': 'true'}): "
-            "not supported"
+            "task.toml:3: environment.allowed_hosts: '10.0.0.0/8' is an address; sandboxes take host names "
+            "only"
         ],
     ),
-    "an allowlist": (
-        '[environment]\nnetwork_mode = "allowlist"\nallowed_hosts = ["pypi.org"]\n',
+    "a wildcard in an allowlist": (
+        '[environment]\nnetwork_mode = "allowlist"\nallowed_hosts = ["*.pypi.org"]\n',
         [
-            "task.toml:3: environment.allowed_hosts: a network allowlist (allowed_hosts = ['pypi.org']): "
-            "not supported",
-            "task.toml:2: environment.network_mode: a network allowlist (network_mode = 'allowlist'): "
-            "not supported",
+            "task.toml:3: environment.allowed_hosts: '*.pypi.org' is a wildcard; sandboxes take whole host "
+            "names only"
         ],
+    ),
+    "a URL in an allowlist": (
+        '[environment]\nnetwork_mode = "allowlist"\nallowed_hosts = ["https://pypi.org"]\n',
+        ["task.toml:3: environment.allowed_hosts: 'https://pypi.org' is no host name (no URL, port or path)"],
+    ),
+    "a health check without a command": (
+        "[environment.healthcheck]\nretries = 1\n",
+        ["task.toml:1: environment.healthcheck.command: missing"],
+    ),
+    "no tries at all": (
+        '[environment.healthcheck]\ncommand = "x"\nretries = 0\n',
+        ["task.toml:3: environment.healthcheck.retries: input should be greater than 0, not 0"],
     ),
     "Windows": (
         '[environment]\nos = "windows"\n',
         ["task.toml:2: environment.os: Windows (os = 'windows'): not supported"],
     ),
-    "a separate verifier": (
-        '[verifier]\nenvironment_mode = "separate"\n[verifier.environment]\ncpus = 1\n',
+    "a verifier in two places": (
+        '[verifier]\nenvironment_mode = "shared"\n[verifier.environment]\ncpus = 1\n',
+        ["task.toml:1: verifier: environment_mode = 'shared' contradicts [verifier.environment]; keep one"],
+    ),
+    "a second service": (
+        '[[verifier.collect]]\ncommand = "x"\nservice = "db"\n',
+        ["task.toml:3: verifier.collect.0.service: input should be 'main', not 'db'"],
+    ),
+    "an artifact outside": (
+        'artifacts = ["/work/../etc"]\n',
+        ["task.toml:1: artifacts.0.source: '/work/../etc' is no path of a file or directory without '..'"],
+    ),
+    "an artifact that is everything": (
+        'artifacts = ["/"]\n',
+        ["task.toml:1: artifacts.0.source: '/' is no path of a file or directory without '..'"],
+    ),
+    "a destination outside": (
+        '[[artifacts]]\nsource = "/work"\ndestination = "../x"\n',
         [
-            "task.toml:3: verifier.environment: a verifier environment of its own "
-            "(environment = {'cpus': 1}): not supported",
-            "task.toml:2: verifier.environment_mode: a separate verifier environment "
-            "(environment_mode = 'separate'): not supported",
+            "task.toml:3: artifacts.0.destination: '../x' is no relative path with forward slashes and "
+            "without '..'"
         ],
     ),
-    "collect hooks": (
-        '[[verifier.collect]]\ncommand = "x"\n',
-        ["task.toml:1: verifier.collect: collect hooks (collect = [{'command': 'x'}]): not supported"],
-    ),
-    "a user for the agent": (
-        '[agent]\nuser = "me"\n',
-        ["task.toml:2: agent.user: a user of the agent's own (user = 'me'): not supported"],
-    ),
-    "a network for the agent": (
-        '[agent]\nnetwork_mode = "public"\n',
+    "the name of the manifest": (
+        '[[artifacts]]\nsource = "/work"\ndestination = "manifest.json"\n',
         [
-            "task.toml:2: agent.network_mode: a network policy of the agent's own "
-            "(network_mode = 'public'): not supported"
+            "task.toml:3: artifacts.0.destination: 'manifest.json' is the name of the list of what was "
+            "collected"
         ],
     ),
-    "a network for the verifier": (
-        '[verifier]\nnetwork_mode = "public"\n',
+    "a key of an artifact": (
+        '[[artifacts]]\nsource = "/work"\nexcludes = ["x"]\n',
+        ["task.toml:3: artifacts.0.excludes: unknown key, did you mean 'exclude'?"],
+    ),
+    "a step without a name": ("[[steps]]\nmin_reward = 1.0\n", ["task.toml:1: steps.0.name: missing"]),
+    "a step that is a path": (
+        '[[steps]]\nname = "../x"\n',
+        ["task.toml:2: steps.0.name: '../x' is no portable name of a directory"],
+    ),
+    "two steps of one name": (
+        '[[steps]]\nname = "a"\n[[steps]]\nname = "A"\n',
+        ["task.toml: two steps have the same name"],
+    ),
+    "a strategy for nothing": (
+        'multi_step_reward_strategy = "final"\n',
+        ["task.toml: multi_step_reward_strategy has an effect only with [[steps]]"],
+    ),
+    "an unknown key of a step": (
+        '[[steps]]\nname = "a"\n[[steps]]\nname = "b"\nmin_rewards = 1.0\n',
+        ["task.toml:5: steps.1.min_rewards: unknown key, did you mean 'min_reward'?"],
+    ),
+    "a legacy spelling of a verifier's box": (
+        '[verifier.environment]\nmemory = "2G"\nmemory_mb = 1024\n',
         [
-            "task.toml:2: verifier.network_mode: a network policy of the verifier's own "
-            "(network_mode = 'public'): not supported"
+            "task.toml:2: verifier.environment.memory: says 2048 where verifier.environment.memory_mb says "
+            "1024; keep one"
         ],
     ),
-    "artifacts": (
-        'artifacts = ["/work/out"]\n',
-        ["task.toml:1: artifacts: artifacts (artifacts = ['/work/out']): not supported"],
-    ),
-    "steps": (
-        '[agent]\ntimeout_sec = 1\n[[steps]]\nname = "one"\n',
-        ["task.toml:3: steps: tasks of several steps (steps = [{'name': 'one'}]): not supported"],
+    "a name without its organisation": (
+        '[task]\nname = "x"\n',
+        ["task.toml:2: task.name: string should match pattern"],
     ),
     "everything at once": (
-        '[environment]\ngpus = 1\ncpus = -1\n[agent]\nuser = "me"\n',
+        "[environment]\ngpus = 1\ncpus = -1\n[agent]\nusers = 1\n",
         [
             "task.toml:2: environment.gpus: GPUs (gpus = 1): not supported",
-            "task.toml:5: agent.user: a user of the agent's own (user = 'me'): not supported",
             "task.toml:3: environment.cpus: input should be greater than 0, not -1",
+            "task.toml:5: agent.users: unknown key, did you mean 'user'?",
         ],
     ),
 }
@@ -248,3 +285,97 @@ def test_lines_are_found_in_tables_inline_tables_and_arrays() -> None:
     assert line_of(text, ["s", 1, "x"]) == 8
     assert line_of(text, ["t", "u", "y"]) == 10
     assert line_of(text, ["nowhere"]) == 0
+
+
+NO, CHECK = "not supported", "command = 'true'"
+#: every key of a table of Harbor 0.26.0 that describes a box: (its value, what is refused of it)
+BOX_KEYS = {
+    "network_mode": ("'no-network'", ""),
+    "allowed_hosts": ("['pypi.org']\nnetwork_mode = 'allowlist'", ""),
+    "build_timeout_sec": ("30.0", ""),
+    "docker_image": ("'debian:12'", ""),
+    "os": ("'Linux'", ""),
+    "cpus": ("0.5", ""),
+    "memory_mb": ("64", ""),
+    "storage_mb": ("64", ""),
+    "gpus": ("1", NO),
+    "gpu_types": ("['H100']", NO),
+    "tpu": ("{type = 'v6e', topology = '2x2'}", NO),
+    "mcp_servers": ("[{name = 'x', transport = 'stdio', command = 'y', args = []}]", NO),
+    "env": ("{A = '1', B = '${B}', C = '${C:-}'}", ""),
+    "skills_dir": ("'/skills'", NO),
+    "healthcheck": (
+        "{command = 'x', interval_sec = 1, timeout_sec = 1, start_period_sec = 0, start_interval_sec = 1, "
+        "retries = 1}",
+        "",
+    ),
+    "workdir": ("'/app'", ""),
+    "allow_internet": ("false", ""),
+    "memory": ("'64M'", ""),
+    "storage": ("'64M'", ""),
+}
+VERIFIER_KEYS = {
+    "network_mode": "'public'",
+    "allowed_hosts": "[]",
+    "timeout_sec": "1.5",
+    "env": "{A = '${A:-x}'}",
+    "user": "'judge'",
+    "environment_mode": "'separate'",
+    "collect": "[{command = 'x', service = 'main', timeout_sec = 1, user = 0}]",
+}
+AGENT_KEYS = {"network_mode": "'public'", "allowed_hosts": "[]", "timeout_sec": "9", "user": "1000"}
+ARTIFACTS = "['/a', {source = '/b', destination = 'b', exclude = ['*.o'], service = 'main'}]"
+STEP_KEYS = {
+    "min_reward": "{reward = 0.5}",
+    "healthcheck": "{command = 'x'}",
+    "artifacts": ARTIFACTS,
+}
+ROOT_KEYS = {
+    "schema_version": "'1.4'",
+    "source": "'somewhere'",
+    "task": "{name = 'a/b', version = '1', description = 'd', authors = [{name = 'n', email = 'e'}], "
+    "keywords = ['k']}",
+    "metadata": "{any = 'thing'}",
+    "solution": "{env = {A = '1'}}",
+    "artifacts": ARTIFACTS,
+    "multi_step_reward_strategy": "'final'\n[[steps]]\nname = 'a'",
+}
+STEP = "[[steps]]\nname = 'a'\n"
+
+
+@pytest.mark.parametrize("key", BOX_KEYS)
+@pytest.mark.parametrize(
+    "table", ["[environment]\n", "[verifier.environment]\n", f"{STEP}[steps.verifier.environment]\n"]
+)
+def test_every_key_of_a_box_is_taken_or_refused_by_name(table: str, key: str) -> None:
+    value, refused = BOX_KEYS[key]
+    config, problems = parse_task_toml(f"{table}{key} = {value}\n")
+    assert (config is None) == bool(refused)
+    assert [refused in str(problem) for problem in problems] == ([True] if refused else [])
+
+
+@pytest.mark.parametrize(
+    ("table", "keys"),
+    [
+        ("", ROOT_KEYS),
+        ("[agent]\n", AGENT_KEYS),
+        ("[verifier]\n", VERIFIER_KEYS),
+        (STEP, STEP_KEYS),
+        (f"{STEP}[steps.agent]\n", AGENT_KEYS),
+        (f"{STEP}[steps.verifier]\n", VERIFIER_KEYS),
+    ],
+    ids=["root", "agent", "verifier", "step", "step agent", "step verifier"],
+)
+def test_every_other_key_is_taken(table: str, keys: dict[str, str]) -> None:
+    for key, value in keys.items():
+        config, problems = parse_task_toml(f"{table}{key} = {value}\n")
+        assert (config is not None, problems) == (True, []), key
+
+
+def test_a_health_check_that_names_only_its_command_has_the_defaults_of_docker() -> None:
+    config, _ = parse_task_toml(f"[environment.healthcheck]\n{CHECK}\n")
+    assert config is not None
+    check = config.environment.healthcheck
+    assert check is not None
+    assert (check.interval_sec, check.timeout_sec, check.retries) == (5, 30, 3)
+    assert (check.start_period_sec, check.start_interval_sec) == (0, 5)

@@ -221,7 +221,7 @@ ISOLATED = frozenset({"isolation", "network_off"})
             "task t: environment/Dockerfile:2: RUN: RUN is not among FROM, WORKDIR, ENV and COPY: it needs a "
             "sandbox that runs images",
         ),
-        ({"environment/Dockerfile": "FROM x\nRUN make\n"}, ISOLATED | {"image"}, None),
+        ({"environment/Dockerfile": "FROM x\nRUN make\n"}, ISOLATED | {"image_build"}, None),
         (
             {"task.toml": ""},
             ISOLATED,
@@ -251,24 +251,6 @@ def test_many_refused_tasks_are_counted(tmp_path: Path) -> None:
         write_task(tmp_path, f"t{number}", **{"task.toml": IMAGE})
     (problem,) = tbench2(tmp_path).problems(ISOLATED)
     assert problem.startswith("tasks t0, t1, t2 and 2 more: it needs its container image")
-
-
-def test_the_box_is_what_the_task_asks_for(tmp_path: Path) -> None:
-    text = (
-        "[metadata]\nhost_ok = true\n[environment]\ndocker_image = 'debian:12'\ncpus = 2\nmemory_mb = 100\n"
-        "storage_mb = 10\nnetwork_mode = 'no-network'\n[environment.env]\nB = '2'\n"
-    )
-    changes = {"task.toml": text, "environment/Dockerfile": "FROM debian:12\nENV A=1 B=1\nWORKDIR /app\n"}
-    write_task(tmp_path, "t", **changes)
-    environment = tbench2(tmp_path)
-    task, ctx = environment.tasks()[0], EpisodeContext("e", 0, {}, build_context())
-    environment.problems(ISOLATED)
-    here = environment.episode(task, ctx).boxes["main"].spec
-    assert (here.image, here.workdir, dict(here.env)) == (None, "/app", {"A": "1", "B": "2"})
-    assert (here.cpus, here.memory_bytes, here.disk_bytes, here.network) == (2, 100 << 20, 10 << 20, False)
-    environment.problems(ISOLATED | {"image"})
-    there = environment.episode(task, ctx).boxes["main"].spec
-    assert (there.image, there.workdir, dict(there.env)) == ("debian:12", "/app", {"B": "2"})
 
 
 def test_the_prompt_is_the_recipes_else_the_packs_else_the_contract(tmp_path: Path) -> None:

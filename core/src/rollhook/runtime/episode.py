@@ -96,6 +96,8 @@ class EpisodeRunner:
         self.live = live or Live()
         self._now = now
         self._reported: set[tuple[object, ...]] = set()
+        if pool is not None:
+            environment.suit(pool.backend.capabilities)
 
     async def run(self, request: EpisodeRequest) -> EpisodeResult:
         """Run one episode; every failure becomes its outcome, only cancellation passes through.

@@ -5,12 +5,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Self
 
-from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from rollhook.component import Config
 from rollhook.recipe.refs import ComponentRef
 from rollhook.recipe.schema import Use
+from rollhook.secrets import Secret
 from rollhook_tbench2.pocket.families import FAMILIES
+
+
+class Floor(Config):
+    """The least that a sandbox made from an image has, where a task asks for less or says nothing."""
+
+    cpus: Annotated[NonNegativeFloat, Field(description="processors")] = 1.0
+    memory_mb: Annotated[NonNegativeInt, Field(description="MiB of memory")] = 2048
+    storage_mb: Annotated[NonNegativeInt, Field(description="MiB of disk")] = 10240
 
 
 class TBench2Config(Config):
@@ -33,6 +49,14 @@ class TBench2Config(Config):
     reward_key: Annotated[
         str, Field(description="key of reward.json that is the reward; a single other key counts too")
     ] = "reward"
+    host_env: Annotated[
+        Mapping[str, Secret],
+        Field(description="what `${NAME}` in a task.toml stands for: NAME -> env:NAME or file:PATH"),
+    ] = {}
+    floor: Annotated[Floor, Field(description="least resources of sandboxes made from images")] = Floor()
+    artifact_mb: Annotated[
+        PositiveInt, Field(description="MiB of artifacts kept of an episode's phase; more are left out")
+    ] = 64
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

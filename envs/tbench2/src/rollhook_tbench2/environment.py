@@ -11,9 +11,12 @@ from rollhook.component import BuildContext
 from rollhook.environment import Environment, Episode, EpisodeContext, Task
 from rollhook.errors import TaskError, UsageError
 from rollhook.packs import ensure
+from rollhook_tbench2 import lint
+from rollhook_tbench2.boxes import Ground, refusal
 from rollhook_tbench2.config import TBench2Config
-from rollhook_tbench2.episode import TBench2Episode, why_not_on_host
-from rollhook_tbench2.tasks import TaskDir, TaskSet, read_task_set
+from rollhook_tbench2.episode import TBench2Episode
+from rollhook_tbench2.stages import TaskDir
+from rollhook_tbench2.tasks import TaskSet, read_task_set
 
 #: what the agent is told where neither the recipe nor the tasks' pack.json says otherwise
 SYSTEM_PROMPT = """\
@@ -34,7 +37,7 @@ class TBench2(Environment):
     def __init__(self, config: TBench2Config, context: BuildContext) -> None:
         super().__init__(config, context)
         self._read: TaskSet | None = None
-        self._capabilities: frozenset[str] = frozenset()
+        self._values: dict[str, str] = {}
 
     def tasks(self, split: str | None = None) -> Sequence[Task]:
         """Return the tasks of a split in its order; `all` or None: every task, by name."""
@@ -50,11 +53,11 @@ class TBench2(Environment):
         return [found.tasks[task] for task in found.splits[split]]
 
     def problems(self, sandbox_capabilities: frozenset[str]) -> Sequence[str]:
-        """Return which tasks this sandbox cannot run and why; episodes made later suit what it can do."""
-        self._capabilities = sandbox_capabilities
+        """Return which tasks this sandbox cannot run and why; a policy that it cannot keep is one reason."""
+        ground = self._ground(sandbox_capabilities)
         reasons: dict[str, list[str]] = {}
         for task in self._task_set().tasks.values():
-            if task.problem is None and (why := self._refusal(task)):
+            if task.problem is None and (why := refusal(task.payload, ground, self.config.host_env)):
                 reasons.setdefault(why, []).append(task.id)
         return [f"{_named(tasks)}: {why}" for why, tasks in reasons.items()]
 
@@ -65,9 +68,17 @@ class TBench2(Environment):
         prompt = self.config.system_prompt
         if prompt is None:
             prompt = str(self._task_set().about.get("system_prompt", SYSTEM_PROMPT))
-        return TBench2Episode(
-            task.payload, ctx, prompt, self.config.reward_key, "image" in self._capabilities
-        )
+        limit = self.config.artifact_mb * 2**20
+        ground = self._ground(self.sandbox_capabilities)
+        return TBench2Episode(task.payload, ctx, prompt, self.config.reward_key, ground, limit)
+
+    def lint(self, task: Task) -> Sequence[str]:
+        """Return what is doubtful about a task's files."""
+        return lint.doubts(task.payload)
+
+    def hidden(self, task: Task) -> Mapping[str, bytes]:
+        """Return the files of tests/ and solution/, those of steps included."""
+        return lint.hidden_files(task.payload)
 
     def describe(self) -> Mapping[str, str]:
         """Say how many tasks there are, how they are split, and what the demonstrations of a pack are."""
@@ -96,16 +107,14 @@ class TBench2(Environment):
                 self._read = read_task_set(root, self.config.splits)
         return self._read
 
-    def _refusal(self, task: Task) -> str:
-        payload = task.payload
-        assert isinstance(payload, TaskDir)
-        wanted = "network_on" if payload.config.environment.network_mode == "public" else "network_off"
-        if wanted not in self._capabilities:
-            mode = payload.config.environment.network_mode
-            return f"network_mode {mode!r} needs a sandbox with the capability {wanted}"
-        if payload.config.verifier.user not in (None, "root", 0, "0") and "user" not in self._capabilities:
-            return "verifier.user needs a sandbox with the capability user"
-        return "" if "image" in self._capabilities else why_not_on_host(payload)
+    def _ground(self, capabilities: frozenset[str]) -> Ground:
+        return Ground(capabilities, self.config.floor, self._value)
+
+    def _value(self, name: str) -> str | None:
+        """Return what a task's `${name}` stands for, which the recipe says by reference."""
+        if name not in self._values and name in self.config.host_env:
+            self._values[name] = self.context.secret(str(self.config.host_env[name]))
+        return self._values.get(name)
 
 
 @lru_cache(maxsize=2)

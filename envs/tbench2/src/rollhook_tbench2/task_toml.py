@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
-import math
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+import unicodedata
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Annotated, Any, Literal
+from pathlib import PurePosixPath
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
+from rollhook_tbench2 import network, templates
+from rollhook_tbench2.legacy import environments, take_legacy
+from rollhook_tbench2.network import Mode
 from rollhook_tbench2.problems import TaskProblem, line_of
 
 FILE = "task.toml"
+#: the Docker Compose service that the agent works in, and the only one that there is
+MAIN = "main"
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Wait = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+User = str | int
+
+_PORTABLE = re.compile(r'[^<>:"/\\|?*\x00-\x1f\x7f]+')
 
 
 class _Table(BaseModel):
@@ -27,16 +45,64 @@ class _WithEnv(_Table):
 
     @field_validator("env")
     @classmethod
-    def _literal(cls, env: dict[str, str]) -> dict[str, str]:
+    def _templates(cls, env: dict[str, str]) -> dict[str, str]:
         for name, value in env.items():
-            if "${" in value:
-                raise ValueError(f"{name} takes a value from the host ({value}), which is not supported")
+            if "${" in value and templates.parse(value) is None:
+                raise ValueError(
+                    f"{name} takes a part of its value from the host; only a whole value can be, "
+                    "as ${NAME} or ${NAME:-default}"
+                )
         return env
 
 
-class EnvironmentTable(_WithEnv):
+class _WithNetwork(_Table):
+    network_mode: Mode | None = None
+    allowed_hosts: list[str] | None = None
+
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _hosts(cls, hosts: list[str] | None) -> list[str] | None:
+        return None if hosts is None else [network.host_name(host) for host in hosts]
+
+    @model_validator(mode="after")
+    def _hosts_need_the_mode(self) -> Self:
+        if self.allowed_hosts and self.network_mode != "allowlist":
+            raise ValueError("allowed_hosts has an effect only with network_mode = 'allowlist'")
+        return self
+
+    @property
+    def policy(self) -> network.Policy | None:
+        """The network policy that this table asks for; None: none of its own."""
+        if self.network_mode is None:
+            return None
+        return network.Policy(self.network_mode, tuple(self.allowed_hosts or ()))
+
+
+class HealthCheck(_Table):
+    """When a box is ready: a command that must end with 0, tried as Docker does.
+
+    A failure within `start_period_sec` of the beginning does not count; `retries` in a row that do count
+    are a sandbox that will not work.
+    """
+
+    command: str
+    interval_sec: Wait = 5.0
+    timeout_sec: Seconds = 30.0
+    start_period_sec: Wait = 0.0
+    start_interval_sec: Wait = 5.0
+    retries: Annotated[int, Field(gt=0)] = 3
+
+    @property
+    def longest(self) -> float:
+        """Seconds after which it has been decided."""
+        once = self.start_period_sec + self.timeout_sec + self.start_interval_sec
+        return once + self.retries * (self.timeout_sec + self.interval_sec)
+
+
+class EnvironmentTable(_WithEnv, _WithNetwork):
     """[environment]: the sandbox that the agent works in; None means the backend's default."""
 
+    network_mode: Mode = "public"  # type: ignore[mutable-override]
     build_timeout_sec: Seconds = 600.0
     docker_image: str | None = None
     os: Literal["linux"] = "linux"
@@ -44,32 +110,134 @@ class EnvironmentTable(_WithEnv):
     memory_mb: Annotated[int | None, Field(gt=0)] = None
     storage_mb: Annotated[int | None, Field(gt=0)] = None
     workdir: Annotated[str | None, Field(pattern="^/")] = None
-    network_mode: Literal["public", "no-network"] = "public"
+    healthcheck: HealthCheck | None = None
+
+    @field_validator("os", mode="before")
+    @classmethod
+    def _any_case(cls, value: Any) -> Any:
+        return value.lower() if isinstance(value, str) else value
 
 
-class AgentTable(_Table):
-    """[agent]: the agent's clock; None means the recipe's."""
+class AgentTable(_WithNetwork):
+    """[agent]: the agent's clock, user and network; None means the recipe's, the image's, the box's."""
 
     timeout_sec: Seconds | None = None
+    user: User | None = None
 
 
-class VerifierTable(_WithEnv):
-    """[verifier]: how tests/test.sh is run."""
+class CollectHook(_Table):
+    """[[verifier.collect]]: a command that runs after the agent, before artifacts are collected."""
+
+    command: str
+    service: Literal["main"] = MAIN
+    timeout_sec: Seconds = 60.0
+    user: User | None = None
+
+
+class VerifierTable(_WithEnv, _WithNetwork):
+    """[verifier]: how tests/test.sh is run, and where."""
 
     timeout_sec: Seconds = 600.0
-    user: str | int | None = None
-    environment_mode: Literal["shared"] = "shared"
+    user: User | None = None
+    environment_mode: Literal["shared", "separate"] | None = None
+    environment: EnvironmentTable | None = None
+    collect: list[CollectHook] = []
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Self:
+        if self.environment_mode == "shared" and self.environment is not None:
+            raise ValueError("environment_mode = 'shared' contradicts [verifier.environment]; keep one")
+        return self
+
+    @property
+    def separate(self) -> bool | None:
+        """Whether a box of its own is asked for; None: this table does not say."""
+        if self.environment_mode is not None:
+            return self.environment_mode == "separate"
+        return True if self.environment is not None else None
 
 
 class SolutionTable(_WithEnv):
     """[solution]: how solution/solve.sh is run."""
 
 
-class TaskTable(BaseModel):
+class Author(_Table):
+    """One of [task].authors."""
+
+    name: str
+    email: str | None = None
+
+
+class TaskTable(_Table):
     """[task]: what a task is called; says nothing about how it runs."""
 
-    model_config = ConfigDict(extra="allow", frozen=True)
-    name: str | None = None
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    version: Annotated[str | None, Field(min_length=1)] = None
+    description: str = ""
+    authors: list[Author] = []
+    keywords: list[str] = []
+
+
+class Artifact(_Table):
+    """A file or directory of the sandbox that is kept, and that a separate verifier gets at the same place.
+
+    `destination` is relative to the episode's artifacts; `exclude` are patterns of names below a directory.
+    """
+
+    source: str
+    destination: str | None = None
+    exclude: list[str] = []
+    service: Literal["main"] | None = None
+
+    @field_validator("source")
+    @classmethod
+    def _stays_inside(cls, value: str) -> str:
+        if not value.strip("/") or ".." in PurePosixPath(value).parts:
+            raise ValueError(f"{value!r} is no path of a file or directory without '..'")
+        return value
+
+    @field_validator("destination")
+    @classmethod
+    def _relative(cls, value: str | None) -> str | None:
+        if not value:
+            return None
+        parts = PurePosixPath(value).parts
+        if "\\" in value or value.startswith("/") or ".." in parts or not parts:
+            raise ValueError(f"{value!r} is no relative path with forward slashes and without '..'")
+        if value.rstrip("/") == "manifest.json":
+            raise ValueError("'manifest.json' is the name of the list of what was collected")
+        return value
+
+    @property
+    def place(self) -> PurePosixPath:
+        """Where it goes below the episode's artifacts."""
+        return PurePosixPath(self.destination or self.source.lstrip("/"))
+
+
+def _entry(value: Any) -> Any:
+    return {"source": value} if isinstance(value, str) else value
+
+
+#: an entry may be no more than its source
+Artifacts = list[Annotated[Artifact, BeforeValidator(_entry)]]
+
+
+class StepTable(_Table):
+    """[[steps]]: one of the stretches of a task, with files below steps/<name>/."""
+
+    name: str
+    agent: AgentTable = AgentTable()
+    verifier: VerifierTable = VerifierTable()
+    min_reward: float | dict[str, float] | None = None
+    healthcheck: HealthCheck | None = None
+    artifacts: Artifacts = []
+
+    @field_validator("name")
+    @classmethod
+    def _portable(cls, name: str) -> str:
+        if not _PORTABLE.fullmatch(name) or name.strip(" ") != name or name.endswith("."):
+            raise ValueError(f"{name!r} is no portable name of a directory")
+        return name
 
 
 class TaskToml(_Table):
@@ -77,12 +245,24 @@ class TaskToml(_Table):
 
     schema_version: Literal["1.0", "1.1", "1.2", "1.3", "1.4"] = "1.4"
     source: str | None = None
-    task: TaskTable = TaskTable()
+    task: TaskTable | None = None
     metadata: dict[str, Any] = {}
     environment: EnvironmentTable = EnvironmentTable()
     agent: AgentTable = AgentTable()
     verifier: VerifierTable = VerifierTable()
     solution: SolutionTable = SolutionTable()
+    artifacts: Artifacts = []
+    steps: list[StepTable] = []
+    multi_step_reward_strategy: Literal["mean", "final"] | None = None
+
+    @model_validator(mode="after")
+    def _steps(self) -> Self:
+        if self.multi_step_reward_strategy and not self.steps:
+            raise ValueError("multi_step_reward_strategy has an effect only with [[steps]]")
+        names = [unicodedata.normalize("NFC", step.name).casefold() for step in self.steps]
+        if len(set(names)) < len(names):
+            raise ValueError("two steps have the same name")
+        return self
 
     @property
     def host_ok(self) -> bool:
@@ -96,30 +276,15 @@ class TaskToml(_Table):
         return family if isinstance(family, str) else ""
 
 
-#: key path -> (value that means "not used", what the feature is)
+#: what pydantic adds to the location of a value that may be of several types
+_UNIONS = ("str", "int", "float", "dict[str,float]")
+#: key of [environment] or [verifier.environment] -> (value that means "not used", what the feature is)
 _UNSUPPORTED: Mapping[str, tuple[Any, str]] = {
-    "environment.gpus": (0, "GPUs"),
-    "environment.gpu_types": ([], "GPU types"),
-    "environment.tpu": (None, "TPUs"),
-    "environment.mcp_servers": ([], "MCP servers"),
-    "environment.skills_dir": (None, "skills"),
-    "environment.healthcheck": (None, "health checks"),
-    "environment.allowed_hosts": ([], "a network allowlist"),
-    "agent.user": (None, "a user of the agent's own"),
-    "agent.network_mode": (None, "a network policy of the agent's own"),
-    "agent.allowed_hosts": ([], "a network allowlist"),
-    "verifier.network_mode": (None, "a network policy of the verifier's own"),
-    "verifier.allowed_hosts": ([], "a network allowlist"),
-    "verifier.environment": (None, "a verifier environment of its own"),
-    "verifier.collect": ([], "collect hooks"),
-    "artifacts": ([], "artifacts"),
-    "steps": ([], "tasks of several steps"),
-    "multi_step_reward_strategy": (None, "tasks of several steps"),
-}
-_UNSUPPORTED_VALUES: Mapping[tuple[str, Any], str] = {
-    ("environment.os", "windows"): "Windows",
-    ("environment.network_mode", "allowlist"): "a network allowlist",
-    ("verifier.environment_mode", "separate"): "a separate verifier environment",
+    "gpus": (0, "GPUs"),
+    "gpu_types": ([], "GPU types"),
+    "tpu": (None, "TPUs"),
+    "mcp_servers": ([], "MCP servers"),
+    "skills_dir": (None, "skills"),
 }
 
 
@@ -135,95 +300,64 @@ def parse_task_toml(text: str) -> tuple[TaskToml | None, list[TaskProblem]]:
     except RecursionError:
         return None, [TaskProblem(FILE, "", 0, "not TOML: it is nested too deep")]
     problems = [
-        TaskProblem(FILE, path, line_of(text, path.split(".")), reason)
-        for path, reason in [*_take_legacy(raw), *_take_unsupported(raw)]
+        TaskProblem(FILE, ".".join(map(str, path)), line_of(text, path), reason)
+        for path, reason in [*take_legacy(raw), *_take_unsupported(raw)]
     ]
     try:
         config = TaskToml.model_validate(raw)
     except ValidationError as error:
-        return None, [*problems, *(_problem(text, item) for item in error.errors())]
+        return None, [*problems, *_distinct(_problem(text, item) for item in error.errors())]
     return (None, problems) if problems else (config, [])
 
 
-def _take_legacy(raw: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Rewrite legacy spellings in place; yield (key, reason) of conflicts."""
-    if "version" in raw:
-        yield from _rewrite(raw, "", "version", "schema_version", raw.pop("version"))
-    raw.pop("multi_step_reward_mode", None)
-    environment = raw.get("environment")
-    if not isinstance(environment, dict):
-        return
-    for old, new in (("memory", "memory_mb"), ("storage", "storage_mb")):
-        if old in environment:
-            value = environment.pop(old)
-            megabytes = _megabytes(value)
-            if megabytes is None:
-                yield f"environment.{old}", f"{value!r} is not a size such as '512M' or '2G'"
-            else:
-                yield from _rewrite(environment, "environment.", old, new, megabytes)
-    if "allow_internet" in environment:
-        allowed = environment.pop("allow_internet")
-        if not isinstance(allowed, bool):
-            yield "environment.allow_internet", f"{allowed!r} is neither true nor false"
-        else:
-            mode = "public" if allowed else "no-network"
-            yield from _rewrite(environment, "environment.", "allow_internet", "network_mode", mode)
-
-
-def _rewrite(table: dict[str, Any], prefix: str, old: str, new: str, value: Any) -> Iterator[tuple[str, str]]:
-    if table.setdefault(new, value) != value:
-        yield f"{prefix}{old}", f"says {value!r} where {prefix}{new} says {table[new]!r}; keep one"
-
-
-def _megabytes(size: Any) -> int | None:
-    match = (
-        re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT])i?B?", size.strip(), re.I) if isinstance(size, str) else None
-    )
-    if match is None:
-        return None
-    scale = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}[match[2].upper()]
-    return max(1, math.ceil(float(match[1]) * scale))
-
-
-def _take_unsupported(raw: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Remove the keys of features that are not supported; yield those that are in use."""
-    for path, (unused, feature) in _UNSUPPORTED.items():
-        *tables, key = path.split(".")
-        table: Any = raw
-        for name in tables:
-            table = table.get(name) if isinstance(table, dict) else None
-        if isinstance(table, dict) and key in table:
-            value = table.pop(key)
-            if value not in (unused, None):
-                yield path, f"{feature} ({key} = {_short(value)}): not supported"
-    for (path, value), feature in _UNSUPPORTED_VALUES.items():
-        table_name, _, key = path.partition(".")
-        table = raw.get(table_name)
-        if isinstance(table, dict) and table.get(key) == value:
-            del table[key]
-            yield path, f"{feature} ({key} = {value!r}): not supported"
+def _take_unsupported(raw: dict[str, Any]) -> list[tuple[Sequence[str | int], str]]:
+    """Remove the keys of features that are not supported; return those that are in use."""
+    found: list[tuple[Sequence[str | int], str]] = []
+    for path, table in environments(raw):
+        for key, (unused, feature) in _UNSUPPORTED.items():
+            if key in table and (value := table.pop(key)) not in (unused, None):
+                found.append(([*path, key], f"{feature} ({key} = {_short(value)}): not supported"))
+        if isinstance(value := table.get("os"), str) and value.lower() == "windows":
+            del table["os"]
+            found.append(([*path, "os"], f"Windows (os = {value!r}): not supported"))
+    return found
 
 
 def _problem(text: str, item: Any) -> TaskProblem:
-    location = item["loc"]
+    location = tuple(part for part in item["loc"] if part not in _UNIONS)
     key = ".".join(str(part) for part in location)
     message = item["msg"].removeprefix("Value error, ")
     if item["type"] == "extra_forbidden":
         near = get_close_matches(str(location[-1]), _keys(location[:-1]), n=1)
         message = "unknown key" + (f", did you mean {near[0]!r}?" if near else "")
+    elif item["type"] == "missing":
+        message = "missing"
     elif not item["type"].startswith("value_error"):
         message = f"{message[0].lower()}{message[1:]}, not {_short(item['input'])}"
     return TaskProblem(FILE, key, line_of(text, location), message)
 
 
+def _distinct(problems: Iterable[TaskProblem]) -> list[TaskProblem]:
+    return list(dict.fromkeys(problems))
+
+
 def _keys(location: tuple[Any, ...]) -> list[str]:
     model: Any = TaskToml
     for part in location:
-        field = model.model_fields.get(part)
-        model = field.annotation if field else None
-        if not (isinstance(model, type) and issubclass(model, BaseModel)):
+        if not isinstance(part, int):
+            field = model.model_fields.get(part)
+            model = next(_models(field.annotation), None) if field else None
+        if model is None:
             return []
     return list(model.model_fields)
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Yield the models in an annotation such as `list[Annotated[Artifact, ...]]`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _models(inner)
 
 
 def _short(value: Any) -> str:

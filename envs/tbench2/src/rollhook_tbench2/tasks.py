@@ -5,18 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
+from rollhook.budgets import DEFAULTS
 from rollhook.environment import Task
 from rollhook.errors import UsageError
-from rollhook_tbench2.dockerfile import FILE as DOCKERFILE
-from rollhook_tbench2.dockerfile import Dockerfile, parse_dockerfile
 from rollhook_tbench2.problems import TaskProblem
-from rollhook_tbench2.task_toml import TaskToml, parse_task_toml
+from rollhook_tbench2.stages import Stage, TaskDir, layout_problems, read_stages
+from rollhook_tbench2.task_toml import parse_task_toml
+
+__all__ = ["STAGING_SECONDS", "Stage", "TaskDir", "TaskSet", "read_task", "read_task_set"]
 
 #: names below a tasks directory, or a task, that are no part of it
 _IGNORED = ("__pycache__", ".DS_Store")
@@ -24,24 +26,12 @@ _IGNORED = ("__pycache__", ".DS_Store")
 STAGING_SECONDS = 30.0
 #: bytes of a file that we read above which it is taken for a mistake
 _MAX_BYTES = 1 << 20
-#: files that are not supported, and the files of a task that we read
-_COMPOSE = ("environment/docker-compose.yaml", "environment/docker-compose.yml")
-_OURS = ("task.toml", "instruction.md", "tests/test.sh", DOCKERFILE, *_COMPOSE)
-
-
-@dataclass(frozen=True)
-class TaskDir:
-    """The payload of a task: what was read of its directory. `dockerfile` is None where there is none."""
-
-    path: str
-    config: TaskToml
-    instruction: str
-    dockerfile: Dockerfile | None
-
-    @property
-    def needs_image(self) -> bool:
-        """Whether the task was written for a container image."""
-        return self.dockerfile is not None or self.config.environment.docker_image is not None
+#: the files of a task that are read, and those that tell of what is not supported
+_OURS = re.compile(
+    r"task\.toml|trajectory\.json|\.harborignore|(?:tests|solution)/\.harborignore"
+    r"|environment/(?:Dockerfile|docker-compose\.ya?ml)"
+    r"|(?:steps/[^/]+/)?(?:instruction\.md|tests/(?:test\.sh|Dockerfile|docker-compose\.ya?ml))"
+)
 
 
 @dataclass(frozen=True)
@@ -91,33 +81,39 @@ def read_task(directory: Path, split: str = "all") -> Task:
         return Task(
             directory.name, "", split, problem=f"the directory cannot be read: {reason}", payload=None
         )
-    problems = _layout_problems(small)
     settings = small.get("task.toml", b"")
     config, found = parse_task_toml(
         settings.decode("utf-8", "replace") if len(settings) <= _MAX_BYTES else ""
     )
+    problems = layout_problems(small, config)
+    problems += [
+        TaskProblem(name, "", 0, "larger than 1 MiB") for name in small if len(small[name]) > _MAX_BYTES
+    ]
     if "task.toml" in small:
         problems += found
-    instruction = small.get("instruction.md", b"").decode("utf-8", "replace").strip()
-    source = small.get(DOCKERFILE)
-    dockerfile = _parsed(source) if source is not None else None
-    if config is not None and dockerfile is not None and config.environment.docker_image is None:
-        problems += _copy_problems(directory, dockerfile)
-    if config is None or problems:
+    payload = None
+    if config is not None and not problems:
+        payload, problems = read_stages(directory, config, small)
+    if payload is None or problems:
         reasons = "\n".join(str(problem) for problem in problems)
         return Task(directory.name, digest, split, problem=reasons, payload=None)
-    limits = {"verify": config.verifier.timeout_sec + STAGING_SECONDS}
-    if config.agent.timeout_sec is not None:
-        limits["agent"] = config.agent.timeout_sec
-    if "build_timeout_sec" in config.environment.model_fields_set:
-        limits["create"] = config.environment.build_timeout_sec
-    payload = TaskDir(str(directory), config, instruction, dockerfile)
-    return Task(directory.name, digest, split, config.family, limits, payload)
+    return Task(directory.name, digest, split, payload.config.family, _limits(payload), payload)
 
 
-@lru_cache(maxsize=256)
-def _parsed(dockerfile: bytes) -> Dockerfile:
-    return parse_dockerfile(dockerfile.decode("utf-8", "replace"))
+def _limits(task: TaskDir) -> dict[str, float]:
+    """Return the seconds of the budget's nodes that the task asks for, all stages together."""
+    environment = task.config.environment
+    verify = sum(stage.verifier.timeout_sec + STAGING_SECONDS for stage in task.stages)
+    limits = {"verify": verify + sum(hook.timeout_sec for s in task.stages for hook in s.verifier.collect)}
+    agent = [stage.agent_seconds for stage in task.stages]
+    if None not in agent:
+        limits["agent"] = sum(seconds for seconds in agent if seconds is not None)
+    if "build_timeout_sec" in environment.model_fields_set:
+        limits["create"] = environment.build_timeout_sec
+    checks = [environment.healthcheck, *(stage.healthcheck for stage in task.stages)]
+    if any(checks):
+        limits["setup"] = DEFAULTS["setup"] + max(check.longest for check in checks if check is not None)
+    return limits
 
 
 def _task_directories(root: Path) -> Iterator[Path]:
@@ -128,30 +124,6 @@ def _task_directories(root: Path) -> Iterator[Path]:
             files = {"task.toml", "instruction.md"}
             if any(os.path.exists(f"{entry.path}/{name}") for name in files):
                 yield Path(entry.path)
-
-
-def _layout_problems(small: Mapping[str, bytes]) -> list[TaskProblem]:
-    problems = []
-    for name in ("task.toml", "instruction.md", "tests/test.sh"):
-        if name not in small:
-            problems.append(TaskProblem(name, "", 0, "missing"))
-        elif not small[name].strip() and name != "task.toml":
-            problems.append(TaskProblem(name, "", 0, "empty"))
-    problems += [
-        TaskProblem(name, "", 0, "larger than 1 MiB") for name in small if len(small[name]) > _MAX_BYTES
-    ]
-    problems += [
-        TaskProblem(name, "", 0, "Docker Compose: not supported") for name in _COMPOSE if name in small
-    ]
-    return problems
-
-
-def _copy_problems(directory: Path, dockerfile: Dockerfile) -> list[TaskProblem]:
-    return [
-        TaskProblem(DOCKERFILE, "COPY", 0, f"{source} is not in environment/")
-        for source, _ in dockerfile.copies
-        if not os.path.exists(directory / "environment" / source)
-    ]
 
 
 def _hash(root: str) -> tuple[str, dict[str, bytes]]:
@@ -168,7 +140,7 @@ def _hash(root: str) -> tuple[str, dict[str, bytes]]:
             kind = b"x" if mode & 0o100 else b"f"
             with open(full, "rb") as file:
                 content = hashlib.file_digest(file, "sha256").digest()
-                if path in _OURS:
+                if _OURS.fullmatch(path):
                     file.seek(0)
                     small[path] = file.read(_MAX_BYTES + 1)
             digest.update(kind + os.fsencode(path) + b"\0" + content)
