@@ -526,6 +526,24 @@ async def test_a_worker_that_leaves_finishes_what_is_under_way_and_gets_no_more(
         assert policy.table.local_loads() == {engines[1].worker: (2, 0)}
 
 
+async def test_a_turn_that_gets_no_worker_says_what_holds_each_back(directory, renderer):
+    ill, well = FakeEngine(says(renderer, "x")), FakeEngine(says(renderer, "x"), dp_size=5)
+    ill.healthy = False
+    async with serving(ill, well, directory=directory, limits=FAST) as policy:
+        session = open_session(policy)
+        policy.table.get(ill.worker).healthy = False
+        drains, behind, *broken = policy.table.of(well.url)
+        drains.draining, behind.version = True, 0
+        for entry in broken:
+            for _ in range(10):
+                entry.breaker.failed(False)
+        with pytest.raises(EngineError) as caught:
+            await session.chat([USER])
+    assert ("none of the 6 engine workers takes requests: ") in (said := str(caught.value))
+    for reason in ("1 not healthy", "1 draining", "1 not at weight version 1", "3 with an open circuit br"):
+        assert reason in said
+
+
 async def test_a_worker_that_comes_back_starts_with_no_sessions_of_its_former_life(directory, engines):
     async with serving(*engines, directory=directory, policies=least(directory)) as policy:
         session = open_session(policy)

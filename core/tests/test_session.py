@@ -619,7 +619,7 @@ async def test_a_worker_that_calls_itself_ill_leaves_and_comes_back(directory, r
         session = open_session(policy)
         engine.fail("/generate")
         engine.healthy = False
-        with pytest.raises(EngineError, match="none of the 1 engine workers is healthy"):
+        with pytest.raises(EngineError, match="none of the 1 engine workers takes requests: 1 not healthy"):
             await session.chat([USER])
         engine.healthy = True
         assert (await session.chat([USER])).message["content"] == "x"
@@ -725,7 +725,7 @@ async def test_a_session_stays_on_its_worker_until_that_leaves(directory, render
 async def test_without_workers_a_session_opens_and_its_first_turn_says_why_not(directory):
     async with serving(directory=directory, limits=FAST) as policy:
         session = open_session(policy)
-        with pytest.raises(EngineError, match="none of the 0 engine workers"):
+        with pytest.raises(EngineError, match="none of the 0 engine workers takes requests: there is none"):
             await session.chat([USER])
 
 

@@ -220,4 +220,5 @@ def _none(pool: Pool, asked: Asked) -> str:
     if not workers:
         return "no engine has joined; add one with POST /workers, its location says what is waited for"
     rank = "" if asked.rank is None else f" has rank {asked.rank} and"
-    return f"none of the {len(workers)} workers{rank} is healthy; see GET /workers"
+    why = f" ({why})" if (why := pool.table.why_none()) else ""
+    return f"none of the {len(workers)} workers{rank} takes requests{why}; see GET /workers"

@@ -204,8 +204,8 @@ class Fleet:
                 return entry
             if self._now() >= deadline:
                 raise EngineError(
-                    f"none of the {len(self.table.workers)} engine workers is healthy at weight version"
-                    f" {self.version}; see the engines' logs",
+                    f"none of the {len(self.table.workers)} engine workers takes requests:"
+                    f" {self.table.why_none() or 'there is none'}; see the engines' logs",
                     kind="infrastructure",
                 )
             await self.check_health()

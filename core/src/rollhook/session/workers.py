@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -127,14 +128,22 @@ class WorkerTable:
 
         They are healthy, not draining, at the current version, and their breaker lets requests through.
         """
-        return [
-            entry
-            for entry in self._entries.values()
-            if entry.healthy
-            and not entry.draining
-            and entry.version == self.version
-            and entry.breaker.lets_through
-        ]
+        return [entry for entry in self._entries.values() if not self._held_back(entry)]
+
+    def why_none(self) -> str:
+        """Say how many workers may get no requests for which reason; empty where there is nothing to say."""
+        counts = Counter(filter(None, map(self._held_back, self._entries.values())))
+        return ", ".join(f"{count} {reason}" for reason, count in counts.items())
+
+    def _held_back(self, entry: Entry) -> str:
+        """Return why a worker gets no requests; empty where it may."""
+        if not entry.healthy:
+            return "not healthy"
+        if entry.draining:
+            return "draining"
+        if entry.version != self.version:
+            return f"not at weight version {self.version}"
+        return "" if entry.breaker.lets_through else "with an open circuit breaker"
 
     def load(self, entry: Entry) -> WorkerLoad:
         """Return what a router policy sees of a worker: its load from here and from other processes."""
