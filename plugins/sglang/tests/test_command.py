@@ -114,6 +114,11 @@ def test_the_nodes_of_a_server_find_each_other_at_the_first() -> None:
     ("keys", "told"),
     [
         ({"extra_args": ["--tp-size", "2"]}, "set engine.tp_size"),
+        (
+            {"extra_args": ["--tp=2", "--schedule-policy", "fcfs", "--api-key=sk-sentinel", "--port", "1"]},
+            "--tp: set engine.tp_size; may not hold --api-key: what stands in a command line can be read by"
+            " everyone; may not hold --port: set nothing",
+        ),
         ({"extra_args": ["--tensor-parallel-size=2"]}, "set engine.tp_size"),
         ({"extra_args": ["--tp", "8"]}, "set engine.tp_size"),
         ({"extra_args": ["--ep=8"]}, "set engine.ep_size"),

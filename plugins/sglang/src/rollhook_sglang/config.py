@@ -87,7 +87,8 @@ _SECRET = re.compile(r"(^|[-_])(api[-_]?key|key|token|secret|password|passwd)$",
 
 
 def _free(arguments: list[str]) -> list[str]:
-    """Refuse options that have a key, and secrets, also abbreviated; a value is never quoted."""
+    """Refuse options that have a key, and secrets, also abbreviated, all at once; a value is never quoted."""
+    wrong = []
     taken = OURS | {option: f"engine.{key}" for key, option in (VALUES | SWITCHES).items()}
     taken |= {option: f"engine.speculative.{key}" for key, option in SPECULATIVE.items()}
     taken |= {option: f"engine.{key}" for option, key in _ALIASES.items()}
@@ -101,9 +102,11 @@ def _free(arguments: list[str]) -> list[str]:
         ):  # an option of its own; SGLang takes every other beginning of one for it
             meant = next((each for each in (*_SECRETS, *taken) if each.startswith(option)), option)
         if _SECRET.search(meant):
-            raise ValueError(f"may not hold {option}: what stands in a command line can be read by everyone")
-        if meant in taken:
-            raise ValueError(f"may not hold {option}: set {taken[meant]}")
+            wrong.append(f"may not hold {option}: what stands in a command line can be read by everyone")
+        elif meant in taken:
+            wrong.append(f"may not hold {option}: set {taken[meant]}")
+    if wrong:
+        raise ValueError("; ".join(dict.fromkeys(wrong)))
     return arguments
 
 
