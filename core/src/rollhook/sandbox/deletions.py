@@ -74,18 +74,20 @@ class Deletions:
     ) -> None:
         """Delete a lease's sandbox, and others under its nonce if there may be any, within the deadline.
 
-        Lists lag, so where the sandbox's id is not known they are asked twice. `tried` is set after the first
-        try. Never raises: what could not be deleted is logged and counted.
+        Lists lag, so for others they are asked twice. `tried` is set after the first try. Never raises: what
+        could not be deleted is logged and counted.
         """
         deadline = self._clock() + self._times.delete
         for tries in itertools.count(1):
             try:
                 async with asyncio.timeout(self._times.delete):
                     await self._once(lease, sandbox_id, strays)
-                if strays and sandbox_id is None:
+                if strays:
+                    if tried is not None:
+                        tried.set()
                     await self._sleep(self._times.look_again)
                     async with asyncio.timeout(self._times.delete):
-                        await self._once(lease, None, True)
+                        await self._strays(lease, sandbox_id)
             except Exception as error:  # noqa: BLE001 - retried, then reported
                 if tried is not None:
                     tried.set()
@@ -110,9 +112,12 @@ class Deletions:
             await self._backend.delete(sandbox_id)
             self.done += 1
         if strays:
-            for other in await self.others(lease, sandbox_id):
-                logger.info("deleting sandbox %s, left by a failed create", other)
-                await self._backend.delete(other)
+            await self._strays(lease, sandbox_id)
+
+    async def _strays(self, lease: Lease, sandbox_id: str | None) -> None:
+        for other in await self.others(lease, sandbox_id):
+            logger.info("deleting sandbox %s, left by a failed create", other)
+            await self._backend.delete(other)
 
     def _give_up(self, lease: Lease, sandbox_id: str | None, error: Exception) -> None:
         self.leaked += 1
