@@ -34,6 +34,7 @@ def test_a_name_stands_once_and_says_what_it_is() -> None:
     ("name", "entry"),
     [
         ("rollout/pass_rate", "rollout/pass_rate"),
+        ("rollout/sums-2/pass_rate", "rollout/<environment>/<figure>"),
         ("outcome/infra_error", "outcome/<kind>"),
         ("groups/rejected", "groups/rejected"),
         ("groups/rejected/too easy", "groups/rejected/<reason>"),

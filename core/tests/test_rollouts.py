@@ -120,6 +120,10 @@ async def test_environments_share_a_batch_by_weight_and_are_evaluated_apart(star
     batch = await started.rollouts.batch()
     assert sorted(group.environment for group in batch.groups) == ["sums", "sums", "sums", "sums-2"]
     assert all(record.outcome.kind == "scored" for record in batch.records)
+    figures = batch_metrics(batch, several=True)
+    assert (figures["rollout/sums/episodes"], figures["rollout/sums-2/episodes"]) == (6, 2)
+    assert {"rollout/sums/reward_mean", "rollout/sums-2/pass_rate"} <= set(figures)
+    assert not [name for name in batch_metrics(batch) if "sums" in name]
     found = await started.rollouts.evaluate(1, lambda what, total: None)
     assert [(e.environment, e.mode) for e in found] == [
         ("sums", "sampled"), ("sums", "greedy"), ("sums-2", "sampled"), ("sums-2", "greedy"),
@@ -128,6 +132,42 @@ async def test_environments_share_a_batch_by_weight_and_are_evaluated_apart(star
     ids = [result.record.episode_id for result in started.results]
     assert len(set(ids)) == len(ids)
     assert sorted(d["episode_id"] for e, d in started.attempt.events if e == "episode_started") == sorted(ids)
+
+
+async def test_environments_keep_their_weights_and_their_tasks_across_a_resume(tmp_path):
+    async def prompts(attempt, lineage, path):
+        model = write_tokenizer(path / "model")
+        (model / "config.json").write_text(json.dumps({"max_position_embeddings": 512}))
+        recipe = Recipe.model_validate(
+            {
+                "name": "two",
+                "environment": [{"use": "sums", "weight": 3}, {"use": "sums", "weight": 2}],
+                "agent": {"use": "answers"},
+                "engine": {"use": "fake"},
+                "router": {"use": "first"},
+                "rollout": {"batch_groups": 2, "group_size": 2, "drop_zero_variance": False},
+                "budgets": {"max_seq_len": 256, "reply_tokens": 16},
+            }
+        )
+        rollouts = Rollouts(FakeParts(recipe, path, says(Renderer(model), "3")), attempt, lambda result: None)
+        await rollouts.prepare()
+        await rollouts.start(LocalPlacement(), model, 1)
+        await rollouts.produce(lineage.next_step, lineage)
+        await rollouts.batch()
+        await rollouts.aclose()
+        return [data for event, data in attempt.events if event == "prompts"]
+
+    drawn, draw = [], {}
+    for step in range(5):
+        path = tmp_path / str(step)
+        path.mkdir()
+        lineage = Lineage(versions={1: step}, next_step=step, draw=draw)
+        (row, *_) = await prompts(FakeAttempt(path), lineage, path)
+        drawn += [(each["environment"], each["task_id"]) for each in row["prompts"]]
+        draw = row["draw"]
+    assert [name for name, _ in drawn].count("sums") == 6
+    tasks = [task for name, task in drawn if name == "sums"]
+    assert len(set(tasks[:4])) == 4
 
 
 async def test_the_books_of_a_run_balance_in_its_metrics_and_hold_each_episode_once(started):

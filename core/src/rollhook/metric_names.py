@@ -51,6 +51,12 @@ SECTIONS = (
                 "rollout/reward_mean", "reward", "mean reward of those that may train", "some have a reward"
             ),
             Metric("rollout/pass_rate", "0..1", "share of rewards that are at least 1", "some have a reward"),
+            Metric(
+                "rollout/<environment>/<figure>",
+                "as above",
+                "episodes, infra_errors, reward_mean and pass_rate of one environment",
+                "several environments",
+            ),
             Metric("rollout/turns_mean", "turns", "mean turns of the model"),
             Metric("rollout/tokens", "tokens", "tokens that the model generated"),
             Metric("rollout/tokens_per_second", "tokens/s", "those of this attempt, by the time of the step"),

@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollhook.agent import StopReason
-from rollhook.errors import AgentError
 from rollhook.messages import message
 from rollhook.testing.agent import (
     ChatAgentContract,
@@ -176,14 +175,6 @@ async def test_what_the_environment_says_follows_the_result():
     spoken = {"```bash\nls\n```": [message("user", "faster")]}
     await shell(show_budget=False).run(context(session, respond=spoken))
     assert [m["content"] for m in session.requests[1][-2:]] == ["exit code 0\ndone", "faster"]
-
-
-async def test_without_a_sandbox_it_refuses_in_words():
-    import dataclasses
-
-    bare = dataclasses.replace(context(), sandbox=None)
-    with pytest.raises(AgentError, match="needs a sandbox"):
-        await shell().run(bare)
 
 
 async def test_the_turn_that_used_the_last_of_the_budget_still_runs_its_command():

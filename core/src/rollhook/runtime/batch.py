@@ -141,8 +141,8 @@ def permute_rewards(groups: Sequence[Group], seed: int) -> None:
         ]
 
 
-def batch_metrics(batch: Batch) -> dict[str, float]:
-    """Return the metrics of a step's rollouts."""
+def batch_metrics(batch: Batch, *, several: bool = False) -> dict[str, float]:
+    """Return the metrics of a step's rollouts; of each environment too, where there are several."""
     records = batch.records
     rewards = [r.outcome.reward for r in records if r.outcome.reward is not None]
     tokens = sum(r.completion_tokens for r in records)
@@ -178,12 +178,26 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     if rewards:
         metrics["rollout/reward_mean"] = _mean(rewards)
         metrics["rollout/pass_rate"] = _mean([float(r >= 1.0) for r in rewards])
+    if several:
+        metrics |= _by_environment(records)
     for kind, count in Counter(r.outcome.kind for r in records).items():
         metrics[f"outcome/{kind}"] = float(count)
     for reason, count in Counter(reason.split(":")[0] for _, reason in batch.rejected).items():
         metrics[f"groups/rejected/{reason}"] = float(count)
     for node in ("create", "setup", "agent", "agent/command", "verify", "teardown", "wait/engine", "total"):
         metrics[f"episode/{node}_seconds"] = _mean([r.timings.get(node, 0.0) for r in records])
+    return metrics
+
+
+def _by_environment(records: Sequence[EpisodeRecord]) -> dict[str, float]:
+    metrics = {}
+    for name in {record.environment for record in records}:
+        members = [record for record in records if record.environment == name]
+        metrics[f"rollout/{name}/episodes"] = float(len(members))
+        metrics[f"rollout/{name}/infra_errors"] = float(sum(r.outcome.kind == "infra_error" for r in members))
+        if rewards := [r.outcome.reward for r in members if r.outcome.reward is not None]:
+            metrics[f"rollout/{name}/reward_mean"] = _mean(rewards)
+            metrics[f"rollout/{name}/pass_rate"] = _mean([float(r >= 1.0) for r in rewards])
     return metrics
 
 

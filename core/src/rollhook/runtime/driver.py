@@ -72,6 +72,7 @@ class Driver:
         self._pending: list[str] = []
         self._in_use: list[Path] = []
         self._verdicts = VerdictWatch()
+        self._idle = 0
 
     async def run(self, claimed: Attempt | None = None) -> RunResult:
         """Drive an attempt, by default the next, to its end; raises what stopped it, after cleaning up."""
@@ -132,6 +133,8 @@ class Driver:
                 status = "stopped"
                 raise
             finally:
+                if self._idle > 1:
+                    logger.warning("%d steps trained nothing: no group was accepted in them", self._idle)
                 self.observers.run_finished(attempt.run.run_id, status)
 
     def _ended(self) -> Status:
@@ -246,7 +249,7 @@ class Driver:
                     f"step {step + 1}: episodes", recipe.rollout.batch_groups * recipe.rollout.group_size
                 )
                 batch = await self._take(rollouts, attempt, step)
-                metrics.update(batch_metrics(batch))
+                metrics.update(batch_metrics(batch, several=len(self.recipe.environment) > 1))
             metrics.update(await training.step(batch.samples(), step, own_data=rollouts is None))
             done = step + 1
             if rollouts is not None:
@@ -259,6 +262,7 @@ class Driver:
             metrics["time/step"] = time.monotonic() - began
             metrics["loop/longest_wait_seconds"] = self.watchdog.longest
             self._row(done, metrics)
+            self.display.workers = {} if rollouts is None else rollouts.worker_names()
             self.display.step(done, recipe.steps, metrics, every=max(1, recipe.steps // 20))
             if rollouts is not None and self._evaluates(done):
                 await self._evaluate(rollouts, done)
@@ -270,7 +274,9 @@ class Driver:
         self._verdicts.check(batch)
         if not batch.accepted:
             why = batch.why_rejected()
-            logger.warning("step %d trains nothing: no group was accepted (%s)", step + 1, why)
+            self._idle += 1
+            level = logging.WARNING if self._idle == 1 else logging.INFO
+            logger.log(level, "step %d trains nothing: no group was accepted (%s)", step + 1, why)
         for group, reason in batch.rejected:
             attempt.journal.append(
                 "group_rejected", step=step, group_id=group.group_id, task_id=group.task_id, reason=reason
@@ -345,6 +351,8 @@ class Driver:
         return {"time/checkpoint": time.monotonic() - began}
 
     async def _evaluate(self, rollouts: Rollouts, step: int) -> None:
+        if not self.display.console.is_terminal:
+            self.display.say(f"evaluating at step {step} ...")
         found = await rollouts.evaluate(step, self.display.begin)
         self.display.end()
         for evaluation in found:

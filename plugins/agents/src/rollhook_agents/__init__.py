@@ -1,4 +1,4 @@
-"""The shell, oracle and nop agents."""
+"""The shell, chat, oracle and nop agents."""
 
 from __future__ import annotations
 
@@ -36,6 +36,10 @@ class ShellConfig(Config):
     ] = ("bash", "-c")
 
 
+class ChatConfig(Config):
+    """chat has no keys."""
+
+
 class OracleConfig(Config):
     """oracle has no keys."""
 
@@ -46,9 +50,10 @@ class NopConfig(Config):
 
 @hookimpl
 def rollhook_agents() -> list[Component]:
-    """Supply the three agents."""
+    """Supply the agents."""
     return [
         Component("shell", ShellConfig, "rollhook_agents.shell:Shell", "one shell command per turn"),
+        Component("chat", ChatConfig, "rollhook_agents.chat:Chat", "replies, and uses nothing else"),
         Component("oracle", OracleConfig, "rollhook_agents.plain:Oracle", "applies the reference solution"),
         Component(
             "nop", NopConfig, "rollhook_agents.plain:Nop", "does nothing: what a task scores untouched"

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from rollhook.agent import Agent, AgentContext, Budget, StopReason
-from rollhook.errors import AgentError
 from rollhook.messages import Message, message
 from rollhook_agents import ShellConfig
+from rollhook_agents.chat import converse
 
 if TYPE_CHECKING:
     from rollhook.sandbox import ExecResult
@@ -35,7 +35,8 @@ class Shell(Agent):
     """One command per turn, until TASK_COMPLETE or the budget ends.
 
     A reply that was cut for length is never executed and ends the episode. A malformed one (see
-    `parse_reply`) is answered with a short correction, `corrections` times per episode.
+    `parse_reply`) is answered with a short correction, `corrections` times per episode. In a phase without a
+    sandbox, as other environments of a mix may have, a reply is an answer, as with the chat agent.
     """
 
     needs_sandbox = True
@@ -44,7 +45,7 @@ class Shell(Agent):
         """Talk and run commands."""
         config: ShellConfig = self.config
         if context.sandbox is None:
-            raise AgentError("agent shell needs a sandbox, and this phase has none", kind="user")
+            return await converse(context)
         messages = list(context.observation.messages)
         corrections = 0
         while context.budget.turns_left > 0:
