@@ -3,6 +3,7 @@
 import io
 
 import pytest
+from driving import Rig
 from rich.console import Console
 
 from rollhook.metric_names import unlisted
@@ -77,6 +78,8 @@ def test_a_hot_rank_is_named_by_its_load_in_recent_steps_or_not_at_all():
     hot = steps(router__token_imbalance=2.0)
     hot[-1] |= {"router/tokens_in_flight/0.0": 90.0}  # by chance, in the newest alone
     assert "hot: worker 0.1 has 2.0 times" in advise(hot)["hot rank"]
+    where = {"0.0": "http://a rank 0", "0.1": "http://a rank 1"}
+    assert "dp rank is hot: http://a rank 1 has 2.0" in advise(hot, workers=where)["hot rank"]
     idle = {"router__tokens_in_flight/0.0": 0.0, "router__tokens_in_flight/0.1": 0.0}  # between two steps
     assert "hot: the busiest has 2.0 times" in advise(steps(router__token_imbalance=2.0, **idle))["hot rank"]
 
@@ -110,6 +113,22 @@ def test_the_display_says_a_hint_once():
     assert out.getvalue().count("Hint: stale: ") == 1
 
 
+def test_off_a_terminal_a_line_says_now_and_then_how_far_a_stretch_is():
+    out, now = io.StringIO(), [0.0]
+    display = Display(Console(file=out, width=200), now=lambda: now[0])
+    with display.running():
+        display.advance()  # of nothing
+        display.begin("evaluate (greedy)", 50)
+        for _ in range(50):
+            now[0] += 7.0
+            display.advance()
+        display.end()
+        now[0] += 100
+        display.advance()
+    lines = out.getvalue().splitlines()
+    assert lines == [f"evaluate (greedy): {done} of 50" for done in range(5, 51, 5)]
+
+
 def test_the_books_are_metrics_that_are_listed():
     books = Books()
     books.submit("a")
@@ -119,3 +138,15 @@ def test_the_books_are_metrics_that_are_listed():
     assert (metrics["books/submitted"], metrics["books/in_flight"], metrics["books/rejected"]) == (2, 1, 1)
     assert (metrics["buffer/staleness_mean"], metrics["buffer/staleness_max"]) == (2, 3)
     assert unlisted(metrics) == set()
+
+
+async def test_steps_that_train_nothing_are_told_once_and_counted_at_the_end(tmp_path, caplog):
+    out = io.StringIO()
+    rig = Rig(tmp_path, rollout={"group_size": 1, "drop_zero_variance": False}, evaluation={"every": 3})
+    await rig.drive(shown=out)
+    warned = [each.message for each in caplog.records if "nothing" in each.message and each.levelno >= 30]
+    assert warned == [
+        "step 1 trains nothing: no group was accepted (2 too_few_rewards)",
+        "3 steps trained nothing: no group was accepted in them",
+    ]
+    assert "\nevaluating at step 3 ...\n" in out.getvalue()

@@ -29,10 +29,13 @@ class Rule:
     text: str
 
 
-def advise(rows: Rows, active: Collection[str] = ()) -> dict[str, str]:
+def advise(
+    rows: Rows, active: Collection[str] = (), workers: Mapping[str, str] | None = None
+) -> dict[str, str]:
     """Return the hints of now, by the name of their rule; `active` are those of the step before.
 
-    `rows` are the metrics of the steps that train on episodes, in order; the last `WINDOW` count.
+    `rows` are the metrics of the steps that train on episodes, in order; the last `WINDOW` count. `workers`
+    says where the engine workers are whose names are in the metrics.
     """
     rows = rows[-WINDOW:]
     if len(rows) < LEAST:
@@ -41,7 +44,8 @@ def advise(rows: Rows, active: Collection[str] = ()) -> dict[str, str]:
     for rule in RULES:
         value = rule.measure(rows)
         if value is not None and value >= (rule.clear if rule.name in active else rule.fire):
-            found[rule.name] = rule.text.format(percent=100 * value, value=value, worker=_busiest(rows))
+            worker = _busiest(rows, workers or {})
+            found[rule.name] = rule.text.format(percent=100 * value, value=value, worker=worker)
     return found
 
 
@@ -113,12 +117,13 @@ def _slow(rows: Rows) -> float | None:
     return newest / usual if usual and newest >= 1800 else None
 
 
-def _busiest(rows: Rows) -> str:
+def _busiest(rows: Rows, workers: Mapping[str, str]) -> str:
     """Name the worker with the most tokens in flight; none had any where rows are written between steps."""
     loads = {name: _total(rows, name) for name in rows[-1] if "/tokens_in_flight/" in name}
     if not any(loads.values()):
         return "the busiest"
-    return f"worker {max(loads, key=lambda name: loads[name]).rpartition('/')[2]}"
+    name = max(loads, key=lambda name: loads[name]).rpartition("/")[2]
+    return workers.get(name, f"worker {name}")
 
 
 RULES = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console, Group
@@ -22,6 +22,9 @@ from rollhook.runtime.evaluate import Evaluation, comparison
 from rollhook.runtime.statistics import Rate
 from rollhook.terminal import one_line, plain
 
+#: seconds between two lines about one stretch of work, off a terminal
+TELL_SECONDS = 30.0
+
 
 class Display:
     """A live display on a terminal, plain lines elsewhere.
@@ -29,7 +32,8 @@ class Display:
     Writes to stderr, so that stdout stays for what a machine reads.
     """
 
-    def __init__(self, console: Console | None = None) -> None:
+    def __init__(self, console: Console | None = None, *, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
         self.console = console or _console()
         self._bar = Progress(
             TextColumn("[bold]{task.description}"),
@@ -44,8 +48,11 @@ class Display:
         self._hints: dict[str, str] = {}
         self._said: set[str] = set()
         self._status = Text("")
+        #: where the engine workers are, by their names in the metrics
+        self.workers: Mapping[str, str] = {}
         self._live: Live | None = None
         self._doing: TaskID | None = None
+        self._stretch, self._total, self._done, self._told = "", 0, 0, 0.0
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -77,18 +84,24 @@ class Display:
         self.console.print(plain(text), markup=False, soft_wrap=True)
 
     def begin(self, what: str, total: int) -> None:
-        """Start a bar for a stretch of work."""
+        """Start a bar for a stretch of work; off a terminal a line says now and then how far it is."""
         self.end()
+        self._stretch, self._total, self._done, self._told = what, total, 0, self._now()
         if self._live is not None:
             self._doing = self._bar.add_task(what, total=total)
 
     def advance(self) -> None:
         """One more of the current stretch is done."""
+        self._done += 1
         if self._doing is not None:
             self._bar.advance(self._doing)
+        elif self._live is None and self._stretch and self._now() >= self._told + TELL_SECONDS:
+            self._told = self._now()
+            self.say(f"{self._stretch}: {self._done} of {self._total}")
 
     def end(self) -> None:
         """The current stretch is over."""
+        self._stretch = ""
         if self._doing is not None:
             self._bar.remove_task(self._doing)
             self._doing = None
@@ -104,7 +117,7 @@ class Display:
         line = self._line(step, steps, metrics)
         if "rollout/episodes" in metrics:
             self._rows.append(metrics)
-            self._hints = advise(list(self._rows), self._hints)
+            self._hints = advise(list(self._rows), self._hints, self.workers)
         for name in self._hints.keys() - self._said:
             self.say(f"Hint: {self._hints[name]}.")
         self._said |= self._hints.keys()

@@ -32,6 +32,7 @@ from rollhook.runtime.rollout_workers import RolloutWorkers
 from rollhook.runtime.seeds import derive
 from rollhook.runtime.slots import Slots
 from rollhook.session import Policy
+from rollhook.session.fleet_stats import worker_names
 
 if TYPE_CHECKING:
     from rollhook.cluster import Cluster
@@ -281,6 +282,13 @@ class Rollouts:
             except EngineError as error:
                 self._lost[worker.url] = error
                 raise
+
+    def worker_names(self) -> dict[str, str]:
+        """Return where the engine workers are, by the name that each has in the metrics."""
+        return {
+            name: entry.worker.url + ("" if entry.worker.dp_rank is None else f" rank {entry.worker.dp_rank}")
+            for name, entry in worker_names(self._rollout.table).items()
+        }
 
     def sandbox_stats(self) -> dict[str, float]:
         """Return the pool's counts, as metrics."""

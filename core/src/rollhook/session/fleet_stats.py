@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from rollhook.router import Worker
 from rollhook.session.workers import Entry, WorkerTable
 
@@ -40,7 +42,7 @@ class FleetStats:
             found["router/token_imbalance"] = self._tokens / self._looks
         if self._later:
             found["router/stickiness"] = self._kept / self._later
-        names = _names(list(self._table))
+        names = worker_names(self._table)
         found |= {
             f"router/tokens_in_flight/{name}": float(self._table.load(entry).tokens_in_flight)
             for name, entry in names.items()
@@ -63,8 +65,9 @@ def _imbalance(loads: list[int]) -> float:
     return max(loads) * len(loads) / total if total else 1.0
 
 
-def _names(entries: list[Entry]) -> dict[str, Entry]:
-    """Return the entries as `2` (the third engine) or `2.1` (its second rank)."""
+def worker_names(workers: Iterable[Entry]) -> dict[str, Entry]:
+    """Return the entries as metrics call them: `2` (the third engine) or `2.1` (its second rank)."""
+    entries = list(workers)
     urls = list(dict.fromkeys(entry.worker.url for entry in entries))
     number = {url: str(n) for n, url in enumerate(urls)}
     return {
