@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gzip
+import os
 import re
 import signal
 import sys
@@ -84,6 +85,23 @@ async def test_sessions_keep_their_ranks_and_sigterm_lets_requests_finish() -> N
             assert (await under_way).status == 200
         async with asyncio.timeout(30):
             assert await process.wait() == 0
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_router_that_is_stopped_while_it_starts_leaves_nothing(
+    tmp_path: Path, signal_number: signal.Signals
+) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "rollhook.cli.main", "router", "--port", "0"),
+        stderr=asyncio.subprocess.DEVNULL,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    async with asyncio.timeout(60):
+        while not any(tmp_path.glob("rollhook-router-*")):
+            await asyncio.sleep(0.001)
+        process.send_signal(signal_number)
+        assert await process.wait() in (0, 3)
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -99,9 +99,14 @@ def router(  # noqa: PLR0913, PLR0917 - the options of a command
         drain=drain,
     )
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    signal.signal(signal.SIGTERM, _stopped)  # until requests can be let finish: what was made is removed
     with tempfile.TemporaryDirectory(prefix="rollhook-router-") as scratch:
         chain = _chain(policy, keys, seed, Path(scratch))
         asyncio.run(_serve(RouterServer(chain, options, worker or [])))
+
+
+def _stopped(number: int, frame: object) -> None:
+    raise SystemExit(3)
 
 
 def _chain(policy: str, keys: list[str] | None, seed: int, scratch: Path) -> Chain:
@@ -121,17 +126,17 @@ async def _serve(server: RouterServer) -> None:
     """Serve until SIGTERM or SIGINT, then let requests finish; a second signal ends them."""
     from rollhook.errors import UsageError
 
+    stop = asyncio.Event()
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, lambda: task.cancel() if stop.is_set() else stop.set())
     try:
         await server.start()
     except OSError as error:
         options = server.options
         raise UsageError(f"cannot listen on {options.host}:{options.port}: {error.strerror}") from None
     typer.echo(f"The router listens on {server.url}", err=True)
-    stop = asyncio.Event()
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, lambda: task.cancel() if stop.is_set() else stop.set())
     try:
         await stop.wait()
         typer.echo("Stopping: requests under way may finish, once more ends them ...", err=True)
