@@ -137,11 +137,10 @@ def read_stages(
     directory: Path, config: TaskToml, small: Mapping[str, bytes]
 ) -> tuple[TaskDir | None, list[TaskProblem]]:
     """Return a task's payload, or what about it cannot work on any sandbox."""
-    source = small.get(DOCKERFILE)
     box = BoxPlan(
         config.environment,
         docker_image=config.environment.docker_image,
-        dockerfile=_parsed(source, DOCKERFILE) if source is not None else None,
+        dockerfile=_own_dockerfile(small),
     )
     steps: list[StepTable | None] = [*config.steps] or [None]
     stages = [_stage(directory, config, small, step) for step in steps]
@@ -218,9 +217,13 @@ def _judge(small: Mapping[str, bytes], config: TaskToml, step: StepTable | None)
         if (source := small.get(f"{directory}/Dockerfile")) is not None:
             dockerfile = _parsed(source, f"{directory}/Dockerfile")
             return BoxPlan(settings, directory, dockerfile=dockerfile, bundled=True)
+    base = _own_dockerfile(small)
+    return BoxPlan(settings, docker_image=config.environment.docker_image, dockerfile=base)
+
+
+def _own_dockerfile(small: Mapping[str, bytes]) -> Dockerfile | None:
     source = small.get(DOCKERFILE)
-    dockerfile = _parsed(source, DOCKERFILE) if source is not None else None
-    return BoxPlan(settings, docker_image=config.environment.docker_image, dockerfile=dockerfile)
+    return _parsed(source, DOCKERFILE) if source is not None else None
 
 
 def _agent_policy(config: TaskToml, step: StepTable | None) -> Policy:
@@ -238,10 +241,11 @@ def _network_problems(
     config: TaskToml, small: Mapping[str, bytes], policies: list[Policy]
 ) -> list[TaskProblem]:
     """Return where one sandbox would have to change its network while it runs, which none here can."""
-    problems = []
+    problems: list[tuple[list[str | int], str]] = []
+    steps: list[StepTable | None] = [*config.steps] or [None]
     text = small.get("task.toml", b"").decode("utf-8", "replace")
     baseline = config.environment.policy or Policy()
-    for number, (step, agent) in enumerate(zip([*config.steps] or [None], policies, strict=True)):
+    for number, (step, agent) in enumerate(zip(steps, policies, strict=True)):
         path: list[str | int] = ["steps", number] if step else []
         if agent != policies[0]:
             reason = f"{agent} where the first step has {policies[0]}"

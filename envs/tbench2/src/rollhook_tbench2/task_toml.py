@@ -26,8 +26,6 @@ from rollhook_tbench2.network import Mode
 from rollhook_tbench2.problems import TaskProblem, line_of
 
 FILE = "task.toml"
-#: the Docker Compose service that the agent works in, and the only one that there is
-MAIN = "main"
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Wait = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -102,7 +100,7 @@ class HealthCheck(_Table):
 class EnvironmentTable(_WithEnv, _WithNetwork):
     """[environment]: the sandbox that the agent works in; None means the backend's default."""
 
-    network_mode: Mode = "public"  # type: ignore[mutable-override]
+    network_mode: Mode = "public"
     build_timeout_sec: Seconds = 600.0
     docker_image: str | None = None
     os: Literal["linux"] = "linux"
@@ -129,7 +127,7 @@ class CollectHook(_Table):
     """[[verifier.collect]]: a command that runs after the agent, before artifacts are collected."""
 
     command: str
-    service: Literal["main"] = MAIN
+    service: Literal["main"] = "main"
     timeout_sec: Seconds = 60.0
     user: User | None = None
 
