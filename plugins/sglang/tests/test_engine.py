@@ -299,6 +299,52 @@ async def test_restarts_are_bounded_and_wait_longer_each_time(
     assert "gone is not a local folder" in caplog.text
 
 
+async def test_a_watch_goes_on_whatever_goes_wrong(
+    tmp_path: Path, build: Build, weights: Path, caplog: pytest.LogCaptureFixture, client: EngineClient
+) -> None:
+    engine = build(tmp_path, restart_seconds=0.01)
+    async with started(engine, weights) as (worker,):
+        (server,) = engine.servers
+        restart, alive, failures = server.restart, server.alive, ["restart", "alive"]
+
+        async def broken(*args: Any) -> Any:
+            if "restart" in failures:
+                failures.remove("restart")
+                raise OSError("the disk is gone")
+            return await restart(*args)
+
+        async def blind() -> bool:
+            if "alive" in failures:
+                failures.remove("alive")
+                raise RuntimeError("the cluster does not answer")
+            return await alive()
+
+        server.restart, server.alive = broken, blind  # type: ignore[method-assign]
+        await until(lambda: "alive" not in failures)
+        os.kill(pids(engine)[0], signal.SIGKILL)
+        await until(lambda: server.restarts == 2 and client.health(worker))
+    assert "could not be looked at" in caplog.text
+    assert "could not be started anew" in caplog.text
+    assert "the disk is gone" in caplog.text
+
+
+async def test_the_log_of_a_server_is_cut_when_it_is_large(
+    tmp_path: Path, build: Build, weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build(tmp_path)
+    async with started(engine, weights):
+        log = tmp_path / "sglang-0.log"
+        with log.open("a") as file:
+            file.write("x" * 1000 + "the last line\n")
+        monkeypatch.setattr(serving, "LOG_BYTES", 1000)
+        await until((tmp_path / "sglang-0.log.1").exists)
+        await until(lambda: log.stat().st_size == 0)
+        assert (tmp_path / "sglang-0.log.1").read_text().endswith("the last line\n")
+        os.kill(pids(engine)[0], signal.SIGKILL)
+        await until(lambda: engine.servers[0].restarts == 1)
+        assert engine.servers[0].last_words() == "nothing"
+
+
 async def test_revive_starts_a_server_anew_unless_it_serves_already(
     tmp_path: Path, build: Build, weights: Path, client: EngineClient
 ) -> None:

@@ -124,7 +124,14 @@ class SGLangEngine(Engine):
         since = loop.time()
         while True:
             await asyncio.sleep(WATCH_SECONDS)
-            if await server.alive() or server.lock.locked():
+            try:
+                if server.lock.locked():
+                    continue
+                if await server.alive():
+                    await server.rotate_logs()
+                    continue
+            except Exception:  # of the cluster or the disk: whatever it is, the server is looked at again
+                self.context.logger.exception("%s could not be looked at", server.worker.url)
                 continue
             if loop.time() - since > STEADY_SECONDS:
                 server.restarts = 0
@@ -149,12 +156,14 @@ class SGLangEngine(Engine):
     async def _mend(self, server: Server) -> None:
         """Start a dead server anew and give it the weights that were published meanwhile."""
         assert self._newest is not None
-        if await server.alive():
-            return
         try:
+            if await server.alive():
+                return
             await server.restart(*self._newest)
             served = await self._client.weight_version(server.worker)
             if served != self._newest[1]:
                 await update_workers(self._client, [server.worker], *self._newest, "abort")
         except RollhookError as error:  # of the engine, or of the cluster: the next look tries again
             self.context.logger.error("%s", error)
+        except Exception:  # a fault of ours or of the cluster's must not end the watch
+            self.context.logger.exception("%s could not be started anew", server.worker.url)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +22,8 @@ POLL_SECONDS = 0.5
 GENERATE_SECONDS = 25.0
 PORTS_TRIED = 3
 TAIL_BYTES = 3000
+#: a server's log is cut when it is larger
+LOG_BYTES = 256 * 1024**2
 
 
 class PortTakenError(EngineError):
@@ -80,6 +84,16 @@ class Server:
     def last_words(self) -> str:
         """Return the end of its logs."""
         return _said([(log, 0) for log in self._logs()])
+
+    async def rotate_logs(self) -> None:
+        """Move a log that has grown beyond `LOG_BYTES` to `<name>.log.1`, replacing what is there.
+
+        The server appends to its log, so that it goes on writing to it, from the beginning; a line that comes
+        between copying and cutting may be lost.
+        """
+        for log in self._logs():
+            if _size(log) > LOG_BYTES:
+                await asyncio.to_thread(_rotate, log)
 
     async def _start(self, port: int, model_dir: Path, weight_version: int) -> None:
         marks = [(log, _size(log)) for log in self._logs()]
@@ -162,6 +176,11 @@ class Server:
 
 def _in_url(address: str) -> str:
     return f"[{address}]" if ":" in address else address
+
+
+def _rotate(log: Path) -> None:
+    shutil.copyfile(log, log.with_name(f"{log.name}.1"))
+    os.truncate(log, 0)
 
 
 def _size(log: Path) -> int:

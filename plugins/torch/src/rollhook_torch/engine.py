@@ -146,7 +146,9 @@ def _size(log: Path) -> int:
 def _since(log: Path, offset: int, size: int = 2000) -> str:
     """Return the end of what was written to a log since `offset`, on one line."""
     try:
-        text = log.read_bytes()[offset:][-size:].decode("utf-8", "replace")
+        with log.open("rb") as file:
+            file.seek(max(offset, _size(log) - size))
+            text = file.read(size).decode("utf-8", "replace")
     except OSError:
         return "nothing"
     return " | ".join(line.strip() for line in text.splitlines() if line.strip()) or "nothing"
