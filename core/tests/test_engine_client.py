@@ -274,6 +274,18 @@ async def test_silence_ends_at_the_deadline(engine):
     await client.aclose()
 
 
+@pytest.mark.parametrize(("told", "kept"), [(2, 2), (3, 3), (4, 3), (10**9, 3), (-1, 0), (None, 0)])
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_no_more_of_a_prompt_was_cached_than_it_has(engine, client, told, kept, streamed):
+    def mangle(answer):
+        answer["meta_info"]["cached_tokens"] = told
+        return answer
+
+    engine.mangle = mangle
+    generation = await client.generate(engine.worker, REQUEST, (lambda ids: None) if streamed else None)
+    assert generation.cached_tokens == kept
+
+
 async def test_a_connection_that_is_not_made_is_told_with_its_own_limit():
     client = EngineClient(connect_timeout=0.2)
     with socket.socket() as deaf, ExitStack() as others:

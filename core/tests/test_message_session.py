@@ -116,6 +116,12 @@ async def test_turns_are_counted_as_the_endpoint_counts_them():
     assert session.versions is None
 
 
+async def test_no_more_of_a_prompt_was_cached_than_it_has():
+    engine = Scripted(Completion({"role": "assistant", "content": "a"}, "stop", Usage(10, 5, 99)))
+    _, session = opened(engine)
+    assert (await session.chat([USER])).cached_tokens == session.stats.cached_tokens == 10
+
+
 async def test_the_request_has_what_the_session_was_opened_with():
     engine = Scripted()
     _, session = opened(engine, sampling=SamplingParams(0.5, 0.9), seed=7)

@@ -240,6 +240,27 @@ async def test_an_engine_that_does_not_start_anew_leaves_the_others_at_work(star
         await started.rollouts.update(weights, 3, 2)
 
 
+async def test_an_engine_that_came_back_by_itself_is_started_anew_again_when_it_dies(started):
+    tried = []
+
+    async def revive(worker, model_dir, weight_version):
+        tried.append(weight_version)
+        raise EngineError("no room yet")
+
+    started.engine.revive = revive
+    weights = started.model.parent / "weights"
+    write_tokenizer(weights)
+    worker = started.engine.engines[0].worker
+    for _ in range(2):
+        with pytest.raises(EngineError, match="no room yet"):
+            await started.rollouts._revive(worker)
+    await started.rollouts.batch()
+    await started.rollouts.update(weights, 2, 1)  # which it takes
+    with pytest.raises(EngineError, match="no room yet"):
+        await started.rollouts._revive(worker)
+    assert tried == [1, 2]
+
+
 @pytest.mark.parametrize(
     ("config", "size"),
     [

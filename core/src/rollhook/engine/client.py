@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,10 +83,9 @@ class EngineClient:
             try:
                 generation = await self._generation(worker, body, on_tokens)
             except CutStreamError as cut:
-                self._check(cut.partial, request)
-                raise CutStreamError(f"{worker.url}/generate was cut: {cut}", cut.partial) from cut
-            self._check(generation, request)
-            return generation
+                partial = self._checked(cut.partial, request)
+                raise CutStreamError(f"{worker.url}/generate was cut: {cut}", partial) from cut
+            return self._checked(generation, request)
         except OUTSIDE as error:
             raise _outside(worker, "/generate", error) from error
 
@@ -101,14 +101,19 @@ class EngineClient:
             on_tokens(generation.token_ids)
         return generation
 
-    def _check(self, generation: Generation, request: GenerationRequest) -> None:
-        """Raise ValueError for more tokens than were asked for, and for one that the model does not have."""
+    def _checked(self, generation: Generation, request: GenerationRequest) -> Generation:
+        """Return a generation that cannot have had more tokens in a cache than its prompt has.
+
+        Raises ValueError for more tokens than were asked for, and for one that the model does not have.
+        """
         count, most = len(generation.token_ids), request.sampling.max_new_tokens
         if count > most:
             raise ValueError(f"{count} tokens where at most {most} were asked for")
         last = max(generation.token_ids, default=0)
         if self._vocab_size is not None and last >= self._vocab_size:
             raise ValueError(f"token id {last} where the model has {self._vocab_size}")
+        cached = max(0, min(generation.cached_tokens, len(request.input_ids)))
+        return replace(generation, cached_tokens=cached)
 
     async def health(self, worker: Worker) -> bool:
         """Return whether the engine says that it is healthy; False when it cannot be reached."""

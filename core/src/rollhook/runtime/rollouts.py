@@ -251,6 +251,8 @@ class Rollouts:
         if self._producer is not None:
             self._producer.publishing(version, step)
         failed = await self._rollout.update_weights(path, version)
+        lost = {worker.url for worker in failed}.intersection(self._lost)
+        self._lost = {url: self._lost[url] for url in lost}  # the others have come back
         why = EngineError(f"no engine took weight version {version}; their logs are in {self._attempt.logs}")
         for worker in {Worker(worker.url): None for worker in failed}:
             try:

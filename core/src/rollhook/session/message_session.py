@@ -89,6 +89,21 @@ class MessageSession:
         return "a reply of the endpoint" if len(self._calls) else ""
 
     @property
+    def failure(self) -> EngineError | None:
+        """What the engines failed with at the latest request; None once they have answered."""
+        return self._calls.failure
+
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds during which at least one turn was under way."""
+        return self._calls.busy_seconds
+
+    @property
+    def finish_reason(self) -> str:
+        """How the latest reply ended; empty before the first."""
+        return self._turns[-1].finish_reason if self._turns else ""
+
+    @property
     def turns_left(self) -> int:
         """Turns that may still be generated."""
         return max(0, self.turns - self.stats.turns - len(self._calls))
@@ -178,6 +193,7 @@ class MessageSession:
         self._calls.check_open()
         message = answer.completion.message
         usage = answer.completion.usage or Usage(before.tokens + added, estimate([message]))
+        usage = replace(usage, cached=min(usage.cached, usage.prompt))
         turn = _Turn(
             keys=(*before.keys, *keys[len(before.keys) :], message_key(message)),
             messages=(*before.messages, *(each.copy() for each in messages[len(before.keys) :]), message),
