@@ -139,8 +139,9 @@ def container_engine() -> Iterator[Engine]:
     if host := os.environ.get("DOCKER_HOST"):
         yield Engine(host, os.environ.get("ROLLHOOK_TEST_IMAGE", "docker.io/library/python:3.12-bookworm"))
         return
-    # a socket's path may hold 107 characters, and pytest's directories are long
-    root = Path(tempfile.mkdtemp(prefix="rollhook-podman-"))
+    # short, as a socket's path may hold 107 characters; in memory, as Podman waits for the disk at each step
+    memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    root = Path(tempfile.mkdtemp(prefix="rollhook-podman-", dir=memory))
     for name in ("networks", "tmp", "run", "storage"):
         (root / name).mkdir()
     (root / "containers.conf").write_text(_CONTAINERS.format(root=root))

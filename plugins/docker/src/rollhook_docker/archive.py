@@ -14,6 +14,8 @@ from rollhook.errors import SandboxError
 
 _PIECE = 1 << 20
 _INLINE = 1 << 20
+#: Docker writes standard base64, Podman that for URLs
+_STANDARD = str.maketrans("-_", "+/")
 # mode bits as Go's fs.FileMode has them
 _DIRECTORY, _SYMLINK = 1 << 31, 1 << 27
 _SPECIAL = 1 << 26 | 1 << 25 | 1 << 24 | 1 << 21 | 1 << 19
@@ -30,7 +32,7 @@ class Stat:
     @classmethod
     def parse(cls, header: str) -> Stat:
         """Read the header X-Docker-Container-Path-Stat. Raises ValueError, KeyError, TypeError."""
-        data = json.loads(base64.b64decode(header))
+        data = json.loads(base64.b64decode(header.translate(_STANDARD)))
         return cls(int(data["mode"]), int(data["size"]), str(data.get("linkTarget") or ""))
 
     @property

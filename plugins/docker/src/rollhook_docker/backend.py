@@ -171,7 +171,7 @@ class DockerSandboxes(SandboxBackend):
                 await engine.client.containers.container(name).delete(force=True, v=True)
         except EngineApiError as error:
             # 409: its removal is under way
-            if error.status not in (404, 409) and "no such container" not in str(error):
+            if error.status != 409 and not error.gone:
                 raise
 
     async def adopt(self, sandbox_id: str, spec: SandboxSpec) -> DockerSandbox:
@@ -183,7 +183,7 @@ class DockerSandboxes(SandboxBackend):
                 async with engine.asked("the start of a sandbox"):
                     await engine.client.containers.container(sandbox_id).start()
         except EngineApiError as error:
-            if error.status == 404:
+            if error.gone:
                 raise SandboxDead(f"sandbox {sandbox_id} is gone") from error
             raise
         return sandbox

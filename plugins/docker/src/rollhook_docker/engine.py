@@ -46,6 +46,11 @@ class EngineApiError(SandboxError):
         super().__init__(message, **options)
         self.status = status
 
+    @property
+    def gone(self) -> bool:
+        """Whether it says that the container is not there; Podman does not always say so by the status."""
+        return self.status == 404 or "no such container" in str(self).lower()
+
 
 @dataclass(frozen=True)
 class Address:
@@ -167,6 +172,14 @@ class Engine:
     def _lost(self, what: str, why: str) -> EngineApiError:
         text = f"asked for {what}, the container engine at {self.where.shown} gives no answer: {why}"
         return EngineApiError(text, status=0, kind="retryable")
+
+    async def processes(self, container_id: str, ps_args: str) -> list[list[str]]:
+        """Return the rows of `ps` for a container; Podman does not mark its answer as JSON."""
+        async with (
+            self.asked("its processes"),
+            self.client._query(f"containers/{container_id}/top", params={"ps_args": ps_args}) as response,
+        ):
+            return list(json.loads(await response.read())["Processes"])
 
     async def attach(self, exec_id: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Start a command that was made, and return its stream: frames out, bare bytes in.
