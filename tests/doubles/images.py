@@ -18,9 +18,8 @@ from pathlib import Path
 
 from doubles.machines import Machine, Machines
 
-#: what a machine has of the host's /etc
+#: what a machine has of the host's /etc, beside what is mounted there
 _ETC = [
-    "alternatives",
     "bash.bashrc",
     "debian_version",
     "default",
@@ -46,7 +45,6 @@ _ETC = [
     "shadow",
     "shells",
     "skel",
-    "ssl",
 ]
 _OWN = {"tmp": 0o1777, "var/tmp": 0o1777, "run": 0o755, "root": 0o700, "home": 0o755, "opt": 0o755}
 _OWN |= {"srv": 0o755, "mnt": 0o755, "proc": 0o755, "dev": 0o755, "usr": 0o755, "var/lib": 0o755}

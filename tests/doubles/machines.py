@@ -106,6 +106,8 @@ class Machine:
         for name in ("usr", "bin", "sbin", "lib", "lib32", "lib64"):
             if Path("/", name).is_dir() and not Path("/", name).is_symlink():
                 argv += ["--ro-bind", f"/{name}", f"/{name}"]
+        for name in ("alternatives", "ssl"):  # hundreds of links, which would make copying slow
+            argv += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
         argv += ["--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys", "--dev", "/dev"]
         return [*argv, "--chdir", "/", "/bin/sh", "-c", _FIRST]
 
