@@ -132,9 +132,11 @@ def anthropic_conversation(url):
         history = [{"role": "user", "content": "look"}]
 
         def turn():
-            return client.messages.create(
-                model="m", max_tokens=4000, system="be brief", messages=history, tools=ANTHROPIC_TOOLS
-            )
+            asked = {"model": "m", "system": "be brief", "messages": history, "tools": ANTHROPIC_TOOLS}
+            counted = client.messages.count_tokens(**asked).input_tokens
+            reply = client.messages.create(max_tokens=4000, **asked)
+            assert reply.usage.input_tokens + reply.usage.cache_read_input_tokens == counted
+            return reply
 
         first = turn()
         assert first.stop_reason == "tool_use"

@@ -66,6 +66,11 @@ class Policy(Protocol):
     def sessions(self) -> Mapping[str, PolicySession]:
         """The open sessions by id."""
 
+    async def count_tokens(
+        self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] | None = None
+    ) -> int:
+        """Return the tokens of the prompt that `chat` would send; nothing is generated, no turn is used."""
+
     def open(
         self,
         session_id: str,

@@ -129,6 +129,7 @@ class Gateway:
             access_log=None,
         )
         await self._runner.setup()
+                web.post(one + "/v1/messages/count_tokens", self._count),
         await web.TCPSite(self._runner, self._bind, self._port).start()
         host, port = self._runner.addresses[0][:2]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -233,6 +234,11 @@ class Gateway:
             await asyncio.sleep(min(60.0, idle_ttl / 4))
             try:
                 await self.close_idle(idle_ttl)
+    async def _count(self, request: web.Request) -> web.Response:
+        session = self._session(request)
+        chat = _dialect(request).request(await self._body(request), session.sampling)
+        return _json({"input_tokens": await session.count_tokens(chat.messages, tools=chat.tools)})
+
             except Exception:  # a router policy may fail at the end of a session
                 log.exception("sessions that nobody uses could not be closed")
 

@@ -147,6 +147,15 @@ class MessageSession:
             on_delta(delta)
         return reply
 
+    async def count_tokens(
+        self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] | None = None
+    ) -> int:
+        """Return an estimate of the tokens of these messages; what is known of earlier turns is counted."""
+        self._calls.check_open()
+        before = self._before(tuple(message_key(checked(message)) for message in messages))
+        added = estimate(messages[len(before.keys) :])
+        return before.tokens + added + (0 if before.keys else estimate(tools or ()))
+
     def leaves(self) -> list[Leaf]:
         """Return nothing: without tokens nothing can train."""
         return []

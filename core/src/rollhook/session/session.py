@@ -141,6 +141,26 @@ class Session:
 
     def _attach(self, keys: Sequence[Key], tools: str) -> Node | None:
         """Return the turn that a request goes on from; SessionError where only its reasoning is missing."""
+        request = self._request(messages, tools, max_tokens)
+        if self.turns_left <= 0:
+            return nothing(request.before, self.max_seq_len)
+        return await self._calls.run(self._turn(request, on_delta))
+
+    async def count_tokens(
+        self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] | None = None
+    ) -> int:
+        """Return the tokens of the prompt that `chat` would send; nothing is generated, no turn is used.
+
+        Raises SessionError as `chat` does.
+        """
+        self._calls.check_open()
+        request = self._request(messages, tools, None)
+        return request.before + len(await self._increment(request))
+
+    def _request(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema] | None, max_tokens: int | None
+    ) -> _Request:
+        """Return a call, attached to the turn that it goes on from. Raises SessionError."""
         thin = self._policy.matcher == "thin"
         parent = self._tree.attach(keys, tools, thin=thin)
         if not thin:
