@@ -91,6 +91,21 @@ class Session:
         return self._policy.waits_for(self.route) if len(self._calls) else ""
 
     @property
+    def failure(self) -> EngineError | None:
+        """What the engines failed with at the latest request; None once they have answered."""
+        return self._calls.failure
+
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds during which at least one turn was under way."""
+        return self._calls.busy_seconds
+
+    @property
+    def finish_reason(self) -> str:
+        """How the latest reply ended; empty before the first."""
+        return "" if self._tree.last is None else self._tree.last.finish_reason
+
+    @property
     def turns_left(self) -> int:
         """Turns that may still be generated."""
         return max(0, self.turns - self._tree.count - len(self._calls))
@@ -126,21 +141,6 @@ class Session:
         self._calls.check_open()
         if len(messages) > self.max_seq_len:  # not a token for each
             return nothing(len(messages), self.max_seq_len)
-        keys = [message_key(checked(message)) for message in messages]
-        parent = self._attach(keys, digest := _json(list(tools)).decode() if tools else "")
-        appended = messages if parent is None else messages[parent.message_count :]
-        check_appended(appended)
-        if parent is not None and parent.finish_reason == "length":
-            raise TurnConflictError("the turn before was cut for length and cannot be extended")
-        if self.turns_left <= 0:
-            return nothing(0 if parent is None else parent.end, self.max_seq_len)
-        request = _Request(
-            parent, appended, _json(list(appended)), keys, tools, digest, max_tokens, self._sequence
-        )
-        return await self._calls.run(self._turn(request, on_delta))
-
-    def _attach(self, keys: Sequence[Key], tools: str) -> Node | None:
-        """Return the turn that a request goes on from; SessionError where only its reasoning is missing."""
         request = self._request(messages, tools, max_tokens)
         if self.turns_left <= 0:
             return nothing(request.before, self.max_seq_len)
@@ -161,6 +161,18 @@ class Session:
         self, messages: Sequence[Message], tools: Sequence[ToolSchema] | None, max_tokens: int | None
     ) -> _Request:
         """Return a call, attached to the turn that it goes on from. Raises SessionError."""
+        keys = [message_key(checked(message)) for message in messages]
+        parent = self._attach(keys, digest := _json(list(tools)).decode() if tools else "")
+        appended = messages if parent is None else messages[parent.message_count :]
+        check_appended(appended)
+        if parent is not None and parent.finish_reason == "length":
+            raise TurnConflictError("the turn before was cut for length and cannot be extended")
+        return _Request(
+            parent, appended, _json(list(appended)), keys, tools, digest, max_tokens, self._sequence
+        )
+
+    def _attach(self, keys: Sequence[Key], tools: str) -> Node | None:
+        """Return the turn that a request goes on from; SessionError where only its reasoning is missing."""
         thin = self._policy.matcher == "thin"
         parent = self._tree.attach(keys, tools, thin=thin)
         if not thin:
@@ -309,6 +321,11 @@ class _Request:
     tools_text: str
     max_tokens: int | None
     asked: int
+
+    @property
+    def before(self) -> int:
+        """Tokens of the turn that it goes on from, and of those before it."""
+        return 0 if self.parent is None else self.parent.end
 
 
 def _json(data: object) -> bytes:
