@@ -162,6 +162,10 @@ class Detached:
             raise SandboxError(f"{left} processes are still there after being killed")
         return [(pid, command) for pid, command in killed if self.base not in command]
 
+    async def send(self, script: str) -> str:
+        """Send a script once and return what it printed."""
+        return await self._send(script, self.times.grace)
+
     async def _send(self, script: str, timeout: float) -> str:
         data = script.encode("utf-8", "surrogateescape")
         if len(data) <= self.times.inline and _plain(script):
@@ -331,12 +335,8 @@ class DetachedProcess:
                 behind = any(stream.offset < stream.size and not stream.full for stream in self._streams)
                 seconds = 0.0 if behind or self._code is not None else wait
                 # a stream that nobody takes is asked for beyond its end, so that it brings nothing
-                script = sh.look(
-                    self._directory,
-                    seconds,
-                    *(1 << 60 if stream.full else stream.offset for stream in (out, err)),
-                    CHUNK,
-                )
+                offsets = [1 << 60 if stream.full else stream.offset for stream in (out, err)]
+                script = sh.look(self._directory, seconds, offsets[0], offsets[1], CHUNK)
                 self._learn(await self._detached.ask(script, wait=seconds))
                 async with self._changed:
                     self._changed.notify_all()
