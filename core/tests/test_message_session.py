@@ -369,3 +369,15 @@ class Deaf(Scripted):
 def test_the_contract_finds_what_is_broken(engine, absent, cases):
     fixtures = {"engine": engine, "absent": absent}
     assert failing_cases(MessageEngineContract, fixtures) == cases
+
+
+async def test_the_tokens_of_a_prompt_are_estimated_beyond_what_was_counted():
+    _, session = opened(Scripted(said("ls", 20, 3)))
+    fresh = await session.count_tokens([USER])
+    reply = await session.chat([USER])
+    assert fresh > 0
+    assert await session.count_tokens([USER, reply.message, NEXT]) > 23
+    assert session.stats.turns == 1
+    await session.close()
+    with pytest.raises(SessionError):
+        await session.count_tokens([USER])
