@@ -133,6 +133,9 @@ def watch(world: World, surface: str) -> Any:
         except web.HTTPException as error:
             entry["status"] = error.status
             raise
+        except ConnectionResetError:  # the client has gone amid its own request
+            entry["status"] = 499
+            return web.Response(status=499)
         except Exception as error:
             entry["status"], entry["failed"] = 500, repr(error)
             raise
