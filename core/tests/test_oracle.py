@@ -14,8 +14,9 @@ from rollhook.agent import Agent, AgentContext, StopReason
 from rollhook.environment import Environment, Task
 from rollhook.errors import RunError, UsageError
 from rollhook.rundir import Attempt, RunDir
-from rollhook.runtime.oracle import Proofs, Results, TaskProof, proof_recipe, task_source
+from rollhook.runtime.oracle import Proofs, Results, TaskProof
 from rollhook.runtime.parts import Parts
+from rollhook.runtime.task_runs import proof_recipe, task_source
 from rollhook.testing.fake_environment import Sums, SumsConfig
 
 

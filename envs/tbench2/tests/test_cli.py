@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
@@ -92,3 +93,61 @@ def test_data_prepare_writes_a_pack_once(tmp_path: Path) -> None:
     assert (Path(first["path"]) / "demos.jsonl").is_file()
     again = CliRunner().invoke(app, [options[0], "pack.pocket", *options[2:]])
     assert orjson.loads(again.stdout) == {**second, "seconds": orjson.loads(again.stdout)["seconds"]}
+
+
+def health(root: Path, *arguments: object) -> tuple[Result, dict[str, dict[str, Any]]]:
+    result = tasks("doctor", root, "--root", root.parent / "runs", "--json", *arguments)
+    return result, {row["task_id"]: row for row in map(orjson.loads, result.stdout.splitlines())}
+
+
+def test_doctor_examines_tasks_and_resumes(tasks_dir: Path, tmp_path: Path, local_box: OpenBox) -> None:
+    needs_part("rollhook_agents")
+    bad = tasks_dir / "copy-heldout-0000"
+    (bad / "tests/test.sh").write_text(
+        "#!/bin/sh\n# flakes: every other try\nmkdir -p /logs/verifier\n"
+        "echo $(( $(date +%N | cut -c 1) % 2 * 2 )) > /logs/verifier/reward.txt\n"
+    )
+    leak = tasks_dir / "csv-heldout-0000"
+    (leak / "environment/files").mkdir(exist_ok=True)
+    (leak / "environment/files/hint").write_bytes((leak / "solution/solve.sh").read_bytes() + b"# and more")
+    (leak / "solution/solve.sh").write_bytes((leak / "environment/files/hint").read_bytes())
+    result, rows = health(tasks_dir, "--task", "*-heldout-*", "--task", "sort-train-*", "--run-id", "first")
+    assert result.exit_code == 1
+    assert len(rows) == 14
+    assert sum(row["ok"] for row in rows.values()) == 11, [row["why"] for row in rows.values()]
+    good = rows["grep-heldout-0000"]
+    assert (good["oracle"], good["nop"], good["flakes"], good["lint"]) == ([1, 1, 1], [0, 0, 0], 0, [])
+    assert "GPUs" in rows["sort-train-0000"]["why"]
+    assert rows["csv-heldout-0000"]["leaks"] == ["the agent can read solution/solve.sh at /work/hint"]
+    assert rows["csv-heldout-0000"]["lint"] == [
+        "environment/files/hint is the same as solution/solve.sh, so the agent can read it"
+    ]
+    assert "ok  grep-heldout-0000  solution 1,1,1  nothing 0,0,0" in result.stderr
+    assert "BAD csv-heldout-0000" in result.stderr
+    assert "11 of 14 tasks are in order" in result.stderr
+
+    again, rows = health(tasks_dir, "--task", "grep-*", "--task", "csv-heldout-*", "--resume", "first")
+    assert "2 tasks have been examined before" in again.stderr
+    more, rows = health(tasks_dir, "--task", "grep-heldout-*", "--resume", "first", "--repeat", "4")
+    assert more.exit_code == 0
+    assert rows["grep-heldout-0000"]["oracle"] == [1] * 4
+
+
+def test_diff_shows_what_is_not_the_tasks(tasks_dir: Path, tmp_path: Path, local_box: OpenBox) -> None:
+    needs_part("rollhook_agents", "unshare")
+    test = tasks_dir / "copy-heldout-0000/tests/test.sh"
+    test.write_text(
+        "#!/bin/sh\nmkdir -p /logs/verifier; ls /lo* | wc -l > /logs/verifier/reward.txt; exit 3\n"
+    )
+    options = ["--root", tmp_path / "runs", "--task", "copy-heldout-*", "--task", "sort-*"]
+    sandboxes = ["--sandbox", "local", "--sandbox", "{use: local, mode: unshare, cpus: 1}"]
+    result = tasks("diff", tasks_dir, *options, *sandboxes, "--json")
+    assert "1 tasks cannot run and are left out, e.g. sort-train-0000" in result.stderr
+    assert "same sort-heldout-0000" in result.stderr
+    assert "2 of 2 verdicts agree" in result.stderr
+    assert result.exit_code == 0
+    rows = [orjson.loads(line) for line in result.stdout.splitlines()]
+    assert {row["topic"] for row in rows} <= {"user", "limits", "network", "places", "system", "environment"}
+    table = tasks("diff", tasks_dir, *options, *sandboxes)
+    assert table.exit_code == 0
+    assert "give --sandbox twice" in str(tasks("diff", tasks_dir, "--sandbox", "local").exception)

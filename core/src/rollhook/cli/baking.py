@@ -19,11 +19,11 @@ from rollhook.recipe.names import component_names
 from rollhook.recipe.schema import Recipe, SandboxUse
 from rollhook.recipe.sources import shipped_recipes
 from rollhook.runtime.baking import Baked, Wanted, bake_all, wanted_by
-from rollhook.runtime.oracle import proof_recipe, task_source
 from rollhook.runtime.parts import Parts
 from rollhook.runtime.progress import Display
 from rollhook.runtime.rollout_worker import build_environments
 from rollhook.runtime.stopping import stopping
+from rollhook.runtime.task_runs import proof_recipe, task_source
 from rollhook.terminal import one_line
 
 if TYPE_CHECKING:

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from rollhook.rundir import Attempt
     from rollhook.runtime.oracle import Results, TaskProof
     from rollhook.runtime.progress import Display
+    from rollhook.runtime.task_diff import Difference
+    from rollhook.runtime.task_health import Results as Examined
+    from rollhook.runtime.task_health import TaskHealth
 
 app = typer.Typer(
     help="Look at tasks, and prove that they can be solved and are not solved already.",
@@ -38,6 +41,15 @@ Keys = Annotated[
 ]
 Reader = Annotated[str, typer.Option("--environment", help="environment that reads packs and directories")]
 Split = Annotated[str | None, typer.Option(help="only this split")]
+Only = Annotated[list[str] | None, typer.Option("--task", help="ids or patterns; repeatable")]
+_BACKEND = (
+    "sandbox backend by name, or {use: NAME, key: value}, or none; default: local where it is installed"
+)
+Sandbox = Annotated[str | None, typer.Option(help=_BACKEND)]
+Concurrency = Annotated[int, typer.Option(min=1, help="tasks at once")]
+Resume = Annotated[str | None, typer.Option(metavar="RUN", help="go on with this run")]
+RunId = Annotated[str | None, typer.Option(help="id of the new run")]
+Root = Annotated[str, typer.Option(help="directory of run directories")]
 Json = Annotated[bool, typer.Option("--json", help="one JSON object per line on stdout")]
 
 
@@ -84,15 +96,13 @@ def show_task(
 def oracle(  # noqa: PLR0913, PLR0917 - the options of a command
     pack: Source,
     split: Split = None,
-    only: Annotated[list[str] | None, typer.Option("--task", help="ids or patterns; repeatable")] = None,
-    sandbox: Annotated[
-        str | None, typer.Option(help="sandbox backend, or none; default: local where it is installed")
-    ] = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="tasks at once")] = 8,
+    only: Only = None,
+    sandbox: Sandbox = None,
+    concurrency: Concurrency = 8,
     out: Annotated[Path | None, typer.Option(help="JSONL file; default: oracle.jsonl of the run")] = None,
-    resume: Annotated[str | None, typer.Option(metavar="RUN", help="go on with this run")] = None,
-    run_id: Annotated[str | None, typer.Option(help="id of the new run")] = None,
-    root: Annotated[str, typer.Option(help="directory of run directories")] = "./runs",
+    resume: Resume = None,
+    run_id: RunId = None,
+    root: Root = "./runs",
     keys: Keys = None,
     environment: Reader = "tbench2",
     json: Json = False,
@@ -102,13 +112,13 @@ def oracle(  # noqa: PLR0913, PLR0917 - the options of a command
     Prints [1|0|ERR] for both per task. Rows go to a JSONL file; with the same file, or --resume, tasks
     that have a row for their very content are not run again. Exit code 0 when every task is as it must be.
     """
-    from rollhook.runtime.oracle import RESULTS, Results, default_sandbox, proof_recipe, task_source
+    from rollhook.runtime.oracle import RESULTS, Results
     from rollhook.runtime.progress import Display
+    from rollhook.runtime.task_runs import proof_recipe, sandbox_source, task_source
 
     display = Display()
     source = task_source(pack, environment, parse_keys(keys))
-    sandbox = sandbox or default_sandbox()
-    recipe = proof_recipe(source, None if sandbox == "none" else {"use": sandbox})
+    recipe = proof_recipe(source, sandbox_source(sandbox))
     attempt = begin("tasks oracle", root, f"oracle-{Path(pack).name}", run_id, resume)
     with (
         ending(attempt, display, f"go on with --resume {attempt.run.run_id}"),
@@ -132,8 +142,9 @@ async def _prove(
     concurrency: int,
     display: Display,
 ) -> list[TaskProof]:
-    from rollhook.runtime.oracle import Proofs, load_parts
+    from rollhook.runtime.oracle import Proofs
     from rollhook.runtime.stopping import stopping
+    from rollhook.runtime.task_runs import load_parts
 
     parts = load_parts(recipe, attempt.path, attempt.run.run_id, attempt.number)
     with stopping(display):
@@ -154,6 +165,181 @@ async def _prove(
     return [results.kept[task.id] for task in tasks]
 
 
+@app.command("doctor")
+def doctor(  # noqa: PLR0913, PLR0917 - the options of a command
+    pack: Source,
+    split: Split = None,
+    only: Only = None,
+    sandbox: Sandbox = None,
+    repeat: Annotated[int, typer.Option(min=1, help="tries of the solution, and of nothing, per task")] = 3,
+    concurrency: Concurrency = 8,
+    out: Annotated[Path | None, typer.Option(help="JSONL file; default: doctor.jsonl of the run")] = None,
+    resume: Resume = None,
+    run_id: RunId = None,
+    root: Root = "./runs",
+    keys: Keys = None,
+    environment: Reader = "tbench2",
+    json: Json = False,
+) -> None:
+    """Examine tasks: files, solution, nothing, flakes over several tries, rewards, leaks of hidden files.
+
+    One row a task: ok or BAD, what solution and nothing scored at each try (? where there was no verdict),
+    and all that is wrong. Rows go to a JSONL file; with the same file, or --resume, tasks that have a row
+    of as many tries for their very content are not run again. Exit code 0 when nothing is wrong.
+    """
+    from rollhook.runtime.progress import Display
+    from rollhook.runtime.task_health import RESULTS, Results
+    from rollhook.runtime.task_runs import proof_recipe, sandbox_source, task_source
+
+    display = Display()
+    recipe = proof_recipe(task_source(pack, environment, parse_keys(keys)), sandbox_source(sandbox))
+    attempt = begin("tasks doctor", root, f"doctor-{Path(pack).name}", run_id, resume)
+    with (
+        ending(attempt, display, f"go on with --resume {attempt.run.run_id}"),
+        closing(Results(out or attempt.run.path / RESULTS)) as results,
+    ):
+        rows = asyncio.run(_examine(recipe, attempt, results, split, only, repeat, concurrency, display))
+    for row in rows if json else []:
+        typer.echo(_json(dataclasses.asdict(row)))
+    good = sum(row.ok for row in rows)
+    display.say(f"{good} of {len(rows)} tasks are in order; rows: {results.path}")
+    raise typer.Exit(0 if good == len(rows) else 1)
+
+
+async def _examine(
+    recipe: Recipe,
+    attempt: Attempt,
+    results: Examined,
+    split: str | None,
+    only: Sequence[str] | None,
+    repeat: int,
+    concurrency: int,
+    display: Display,
+) -> list[TaskHealth]:
+    from rollhook.runtime.stopping import stopping
+    from rollhook.runtime.task_health import Examination
+    from rollhook.runtime.task_runs import load_parts
+
+    def scores(rewards: Sequence[float | None]) -> str:
+        return ",".join("?" if reward is None else f"{reward:g}" for reward in rewards) or "?"
+
+    parts = load_parts(recipe, attempt.path, attempt.run.run_id, attempt.number)
+    with stopping(display):
+        async with Examination(parts, attempt, repeat) as examination:
+            tasks = _chosen(await asyncio.to_thread(examination.environment.tasks, split), only)
+            todo = results.todo(tasks, repeat)
+            if len(todo) < len(tasks):
+                display.say(f"{len(tasks) - len(todo)} tasks have been examined before and are not run again")
+            display.begin("doctor", len(todo))
+
+            def finished(row: TaskHealth) -> None:
+                results.add(row)
+                display.advance()
+                head = f"{'ok ' if row.ok else 'BAD'} {row.task_id}"
+                said = f"  solution {scores(row.oracle)}  nothing {scores(row.nop)}  {row.why}"
+                display.say((head + said).rstrip())
+
+            await examination.run(todo, concurrency, finished)
+            display.end()
+    return [results.kept[task.id] for task in tasks]
+
+
+@app.command("diff")
+def diff(
+    pack: Source,
+    sandbox: Annotated[
+        list[str], typer.Option(help="sandbox backend by name, or {use: NAME, key: value}; give two")
+    ],
+    split: Split = None,
+    only: Only = None,
+    concurrency: Concurrency = 4,
+    run_id: RunId = None,
+    root: Root = "./runs",
+    keys: Keys = None,
+    environment: Reader = "tbench2",
+    json: Json = False,
+) -> None:
+    """Run the solutions on two sandbox backends, and show what differs that is not the task's doing.
+
+    Compared are rewards and exit codes, user, locale, umask, environment variables, limits, network, places
+    and versions of common programs. Exit code 0 when all verdicts agree.
+    """
+    from rollhook.errors import UsageError
+    from rollhook.runtime.progress import Display
+
+    if len(sandbox) != 2:
+        raise UsageError(f"give --sandbox twice, to compare two backends; here it is {len(sandbox)} times")
+    display = Display()
+    attempt = begin("tasks diff", root, f"diff-{Path(pack).name}", run_id)
+    with ending(attempt, display):
+        rows, names, count = asyncio.run(
+            _compare(pack, environment, keys, sandbox, attempt, split, only, concurrency, display)
+        )
+    if json:
+        for row in rows:
+            typer.echo(_json(dataclasses.asdict(row)))
+    elif rows:
+        _print_differences(rows, names, count)
+    verdicts = {task for row in rows if row.topic == "verdict" for task in row.tasks}
+    display.say(f"{count - len(verdicts)} of {count} verdicts agree; {len(rows)} differences")
+    raise typer.Exit(1 if verdicts else 0)
+
+
+async def _compare(
+    pack: str,
+    environment: str,
+    keys: Sequence[str] | None,
+    sandboxes: Sequence[str],
+    attempt: Attempt,
+    split: str | None,
+    only: Sequence[str] | None,
+    concurrency: int,
+    display: Display,
+) -> tuple[list[Difference], list[str], int]:
+    from contextlib import AsyncExitStack
+
+    from rollhook.runtime.stopping import stopping
+    from rollhook.runtime.task_diff import Side, compare
+    from rollhook.runtime.task_runs import load_parts, proof_recipe, sandbox_source, task_source
+
+    source = task_source(pack, environment, parse_keys(keys))
+    with stopping(display):
+        async with AsyncExitStack() as stack:
+            sides = []
+            for letter, text in zip("AB", sandboxes, strict=True):
+                recipe = proof_recipe(source, sandbox_source(text))
+                parts = load_parts(recipe, attempt.path, attempt.run.run_id, attempt.number, ())
+                sides.append(await stack.enter_async_context(Side(parts, attempt, f"probe-{letter}")))
+            tasks = _chosen(await asyncio.to_thread(sides[0].environment.tasks, split), only)
+            broken = [task for task in tasks if task.problem is not None]
+            if broken:
+                display.say(f"{len(broken)} tasks cannot run and are left out, e.g. {broken[0].id}")
+            todo = [task for task in tasks if task.problem is None]
+            display.begin("diff", len(todo))
+
+            def finished(task: Task, same: bool) -> None:
+                display.advance()
+                display.say(f"{'same' if same else 'DIFFERS'} {task.id}")
+
+            rows = await compare(sides[0], sides[1], todo, concurrency, finished)
+            display.end()
+    return rows, list(sandboxes), len(todo)
+
+
+def _print_differences(rows: Sequence[Difference], names: Sequence[str], count: int) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("", "", *(Text(name) for name in names), "tasks", show_lines=False)
+    for row in rows:
+        where = "all" if len(row.tasks) == count else ", ".join(row.tasks[:3])
+        more = f" and {len(row.tasks) - 3} more" if len(row.tasks) > 3 and where != "all" else ""
+        cells = (row.topic, row.name, row.first, row.second, where + more)
+        table.add_row(*(Text(one_line(cell)) for cell in cells))
+    Console().print(table)
+
+
 def _chosen(tasks: Sequence[Task], only: Sequence[str] | None) -> list[Task]:
     from rollhook.errors import UsageError
 
@@ -164,14 +350,14 @@ def _chosen(tasks: Sequence[Task], only: Sequence[str] | None) -> list[Task]:
 
 
 def _recipe(pack: str, environment: str, keys: Sequence[str] | None) -> Recipe:
-    from rollhook.runtime.oracle import proof_recipe, task_source
+    from rollhook.runtime.task_runs import proof_recipe, task_source
 
     return proof_recipe(task_source(pack, environment, parse_keys(keys)), None)
 
 
 def _tasks(recipe: Recipe, split: str | None) -> Sequence[Task]:
     from rollhook.packs import packs_directory
-    from rollhook.runtime.oracle import build_environment, load_parts
+    from rollhook.runtime.task_runs import build_environment, load_parts
 
     environment: Environment = build_environment(load_parts(recipe, packs_directory()))
     return environment.tasks(split)

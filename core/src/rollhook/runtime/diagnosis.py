@@ -22,7 +22,9 @@ SCHEMA_VERSION = 1
 #: seconds after which a driver that lives but writes no live.json counts as held up
 HELD_UP = 15.0
 #: verb that can be resumed -> what it wants beside the run's id
-_SOURCES = {"run": "", "eval": "", "rescore": " RUN", "tasks oracle": " PACK"}
+_SOURCES = {"run": "", "eval": "", "rescore": " RUN"} | dict.fromkeys(
+    ("tasks oracle", "tasks doctor"), " PACK"
+)
 
 
 @dataclass(frozen=True)
