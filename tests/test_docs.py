@@ -147,3 +147,9 @@ def test_the_recipe_of_the_front_page_has_no_problem(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(body)
     checked = check_recipe(str(tmp_path / "mine.yaml"), [], site="none")
     assert [str(problem) for problem in checked.composition] == []
+
+
+@pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_shipped_recipe_has_no_problem(recipe: Path) -> None:
+    """Also without what it takes from the environment: that is a matter of the machine."""
+    assert [str(problem) for problem in check_recipe(str(recipe), [], site="none").problems] == []

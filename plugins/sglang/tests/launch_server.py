@@ -40,6 +40,7 @@ async def serve(args: argparse.Namespace) -> None:
         host=args.host,
         port=int(args.port),
     )
+    engine.incremental = bool(getattr(args, "incremental_streaming_output", False))
     engine.model_path = args.model_path
     if os.environ.get("DOUBLE") != "hangs" and args.node_rank in (None, "0"):
         await engine.start()

@@ -14,7 +14,7 @@ from rollhook_sglang.config import PROFILES, SGLangConfig
 START = Start(Path("/w/v000003"), 3, "127.0.0.1", 31000, 9)
 ALWAYS = [
     *["--model-path", "/w/v000003", "--host", "127.0.0.1", "--port", "31000", "--weight-version", "3"],
-    *["--random-seed", "9", "--skip-server-warmup", "--enable-metrics"],
+    *["--random-seed", "9", "--skip-server-warmup", "--enable-metrics", "--incremental-streaming-output"],
 ]
 
 
@@ -33,6 +33,10 @@ def test_without_keys_there_is_what_is_always_given() -> None:
         "-m",
         "sglang.launch_server",
     ]
+
+
+def test_a_release_that_cannot_stream_increments_is_not_asked_to() -> None:
+    assert argv("0.5.7") == [sys.executable, "-m", "sglang.launch_server", *ALWAYS[:-1]]
 
 
 def test_each_key_is_an_option_and_free_arguments_come_last() -> None:
@@ -95,7 +99,8 @@ def test_options_have_the_names_of_the_release(
     keys = {"cuda_graph_max_bs": 8, "nsa_decode_backend": "fa3", "tp_size": 2, "dp_size": 2}
     found = argv(version, **keys, dp_attention=True)
     assert (after(found, graph), after(found, sparse)) == ("8", "fa3")
-    assert found[3 + len(ALWAYS) :][: len(ranks)] == ranks
+    begin = 3 + len(ALWAYS) - (version == "0.5.7")  # which streams no increments
+    assert found[begin:][: len(ranks)] == ranks
 
 
 def test_ranks_without_shared_attention_are_replicas() -> None:

@@ -35,11 +35,14 @@ def command(config: SGLangConfig, version: str, start: Start) -> list[str]:
     """Return the arguments of one process, the interpreter first.
 
     Always given are `--skip-server-warmup` (the first request proves as much), `--enable-metrics` (without
-    it no reply tells how long it queued) and `--random-seed` (for requests that bring no seed).
+    it no reply tells how long it queued), `--random-seed` (for requests that bring no seed), and, where the
+    release has it, `--incremental-streaming-output`.
     """
     argv = [config.python or sys.executable, "-m", MODULE, "--model-path", str(start.model_dir)]
     argv += ["--host", start.host, "--port", str(start.port), "--weight-version", str(start.weight_version)]
     argv += ["--random-seed", str(start.seed), "--skip-server-warmup", "--enable-metrics"]
+    if releases.streams_increments(version):
+        argv.append("--incremental-streaming-output")
     if start.first is not None:
         argv += ["--nnodes", str(config.nnodes), "--node-rank", str(start.node_rank)]
         argv += ["--dist-init-addr", start.first]

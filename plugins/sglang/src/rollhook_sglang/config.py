@@ -72,6 +72,7 @@ OURS = {
     "--enable-dp-attention": "engine.dp_attention",
     "--skip-server-warmup": "nothing: it is always given",
     "--enable-metrics": "nothing: it is always given",
+    "--incremental-streaming-output": "nothing: it is given to every release that has it",
 }
 _ALIASES = {
     "--tensor-parallel-size": "tp_size",

@@ -27,6 +27,7 @@ RENAMED = {
     "--nsa-decode-backend": ((0, 5, 14), "--dsa-decode-backend"),
 }
 _ATTENTION_RANKS_APART = (0, 5, 22)
+_STREAMS_INCREMENTS = (0, 5, 10)
 _ASK = (
     "from importlib import metadata; d = metadata.distribution('sglang');"
     "print(d.version); print(d.locate_file('sglang'))"
@@ -61,6 +62,11 @@ def flag(name: str, version: str) -> str:
 def attention_ranks_are_apart(version: str) -> bool:
     """Return whether the ranks of data-parallel attention have an option of their own."""
     return release(version) >= _ATTENTION_RANKS_APART
+
+
+def streams_increments(version: str) -> bool:
+    """Return whether a server can stream what is new alone, not all of a reply again in every event."""
+    return release(version) >= _STREAMS_INCREMENTS
 
 
 def installed(python: str | None, env: Mapping[str, str]) -> Installed | None:
