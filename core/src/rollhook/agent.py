@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
 from rollhook.component import BuildContext
 from rollhook.environment import Observation
@@ -15,6 +15,9 @@ from rollhook.messages import Message, ToolSchema
 if TYPE_CHECKING:
     from rollhook.sandbox.agent_view import AgentSandbox
     from rollhook.tools import Tools
+
+
+T = TypeVar("T")
 
 
 class StopReason(StrEnum):
@@ -69,9 +72,40 @@ class Budget(Protocol):
         """Seconds left on the agent's clock, which runs only during its own commands and tokens."""
 
 
+class Endpoint(Protocol):
+    """The phase's session over HTTP, for a program outside this process.
+
+    `url` is its base URL on this machine, `public_url` elsewhere (None where the recipe names none); below it
+    are OpenAI's and Anthropic's paths. `token` drives this session and nothing else.
+    """
+
+    url: str
+    public_url: str | None
+    token: str
+
+    @property
+    def turns(self) -> int:
+        """Turns that have been generated."""
+
+    @property
+    def finish_reason(self) -> str:
+        """How the latest reply ended; empty before the first."""
+
+    async def attend(self, work: Awaitable[T]) -> T:
+        """Wait for a program of the agent while its clock runs, which stands still during its turns.
+
+        Raises BudgetExceeded, `work` cancelled, when the clock has run out. Raises EngineError when the
+        engines gave no answer to the program's last request, whatever it made of that.
+        """
+
+
 @dataclass(frozen=True)
 class AgentContext:
-    """All that an agent gets. `solve` is there only in an oracle run; `seed` is the episode's own."""
+    """All that an agent gets. `solve` is there only in an oracle run; `seed` is the episode's own.
+
+    `endpoint` is None where the run has no policy; `note` keeps something about the agent's work in the
+    episode's record (`detail.agent`), which must be JSON.
+    """
 
     session: ChatSession
     observation: Observation
@@ -82,6 +116,8 @@ class AgentContext:
     seed: int
     solve: Callable[[], Awaitable[None]] | None = None
     episode_id: str = ""
+    endpoint: Endpoint | None = None
+    note: Callable[[dict[str, Any]], None] = lambda fields: None
 
 
 class Agent(ABC):
@@ -95,6 +131,11 @@ class Agent(ABC):
     needs_sandbox: ClassVar[bool] = False
     #: True: gives the policy tools, which the model's chat template must show
     needs_tools: ClassVar[bool] = False
+
+    @classmethod
+    def asks_from(cls, config: Any) -> Literal["process", "machine", "sandbox"]:
+        """Return where it asks the policy: here, or over HTTP on this machine or in the sandbox."""
+        return "process"
 
     def __init__(self, config: Any, context: BuildContext) -> None:
         self.config = config

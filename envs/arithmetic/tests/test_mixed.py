@@ -50,7 +50,7 @@ def test_a_run_mixes_two_environments_by_weight(tmp_path):
     trained = Counter(r["environment"] for r in records if r["purpose"] == "train")
     assert trained == {name: 2 * count for name, count in SHARES.items()}
     assert all(r["messages"][-1]["role"] == "assistant" for r in records if r["environment"] == "arithmetic")
-    rows = [row["metrics"] for row in lines(run / "metrics.jsonl")]
+    rows = lines(run / "metrics.jsonl")
     steps = [row for row in rows if "rollout/episodes" in row]
     (evaluation,) = [row for row in rows if any(name.startswith("eval/") for name in row)]
     assert len(steps) == 2

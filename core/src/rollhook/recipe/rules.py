@@ -149,7 +149,8 @@ def no_effect(c: Composition) -> Iterator[Problem]:
     if r.rollout.max_staleness == 0:
         reason = "with rollout.max_staleness 0 no group is made beyond the next batch"
         yield from _idle(c, ["rollout.buffer_groups"], c.layer("rollout.max_staleness"), reason)
-    yield from _idle(c, ["gateway.public_url"], -1, "in this version no agent works in a sandbox elsewhere")
+    if _asks_from(c) != "sandbox":
+        yield from _idle(c, ["gateway.public_url"], -1, "no agent asks the policy from within a sandbox")
     if r.checkpoint.load_from is not None:
         chosen = c.layer("checkpoint.load_from")
         yield from _idle(
@@ -351,6 +352,39 @@ def gateway(c: Composition) -> Iterator[Problem]:
         )
 
 
+def outside(c: Composition) -> Iterator[Problem]:
+    """How an agent's program reaches the sessions from where it is."""
+    settings, workers = c.recipe.gateway, c.recipe.rollout.workers
+    sandbox = c.part("sandbox")
+    elsewhere = sandbox is not None and sandbox.cls is not None and sandbox.cls.elsewhere
+    if _asks_from(c) == "sandbox" and elsewhere and settings.public_url is None:
+        yield Problem(
+            "gateway.public_url",
+            f"is missing: agent {_use(c.recipe.agent)} asks the policy from sandboxes of "
+            f"{_use(c.recipe.sandbox)}, which are elsewhere",
+            hint="set it to an address at which they reach gateway.bind and gateway.port",
+        )
+    if settings.port and workers > 1:
+        yield Problem(
+            "gateway.port",
+            f"{settings.port} cannot be that of all {workers} of rollout.workers",
+            hint="leave it 0, and put {port} into gateway.public_url",
+        )
+    from_sandbox = _asks_from(c) == "sandbox"
+    if from_sandbox and settings.public_url and "{port}" not in settings.public_url and not settings.port:
+        yield Problem(
+            "gateway.public_url",
+            "does not say which port is meant, and gateway.port is any that is free",
+            hint="set gateway.port, or put {port} into the address",
+        )
+
+
+def _asks_from(c: Composition) -> str:
+    agent = c.part("agent")
+    known = agent is not None and agent.cls is not None and agent.config is not None
+    return str(agent.cls.asks_from(agent.config)) if agent is not None and agent.cls and known else ""
+
+
 def launcher(c: Composition) -> Iterator[Problem]:
     """Where the run is driven."""
     part = c.part("launcher")
@@ -419,6 +453,7 @@ _RULES: list[Callable[[Composition], Iterator[Problem]]] = [
     model,
     parsers,
     gateway,
+    outside,
     launcher,
     lists,
     router_chain,

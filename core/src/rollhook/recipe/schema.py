@@ -327,7 +327,14 @@ class Gateway(_Section):
     """The HTTP face of sessions, for clients outside the process."""
 
     bind: Annotated[str, Field(description="address; not loopback needs a token")] = "127.0.0.1"
-    public_url: Annotated[str | None, Field(description="how sandboxes elsewhere reach it")] = None
+    port: Annotated[int, Field(ge=0, le=65535, description="port; 0: any that is free")] = 0
+    public_url: Annotated[
+        str | None,
+        Field(
+            pattern=r"^https?://",
+            description="how sandboxes elsewhere reach it; {port} in it is the port that it listens on",
+        ),
+    ] = None
     token: Annotated[
         Secret | None, Field(description="secret that clients must show: env:NAME or file:PATH")
     ] = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rollhook.environment import Verdict
 from rollhook.messages import Message
@@ -28,6 +28,8 @@ class Course:
     warnings: list[str] = field(default_factory=list)
     fired: str = ""
     used_by: str = ""
+    #: what the agent wants to be kept, of all phases
+    notes: dict[str, Any] = field(default_factory=dict)
 
     def begin_phase(self, messages: Sequence[Message]) -> None:
         """Start another conversation."""

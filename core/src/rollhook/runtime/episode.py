@@ -27,6 +27,7 @@ from rollhook.runtime.live import Live
 from rollhook.runtime.verifier import VerifierTimeoutError, verify_apart, verify_here
 from rollhook.runtime.views import Boxes, Recorder, RemainingBudget
 from rollhook.sandbox.agent_view import AgentSandbox
+from rollhook.session.outside import OutsideSession
 
 if TYPE_CHECKING:
     from rollhook.engine import SamplingParams
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from rollhook.sandbox import Sandbox
     from rollhook.sandbox.pool import SandboxPool
     from rollhook.session import Policy, PolicySession
+    from rollhook.session.gateway import Gateway
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +92,8 @@ class EpisodeRunner:
         self.agent = agent
         self.pool = pool
         self.policy = policy
+        #: the HTTP face of the policy's sessions, once there is one
+        self.gateway: Gateway | None = None
         self.budgets = limits
         self.outcome_policy = outcome_policy
         self.context = context
@@ -291,6 +295,8 @@ class EpisodeRunner:
             seed=request.seed,
             solve=phase.solve if request.purpose == "oracle" and self.agent.needs_solution else None,
             episode_id=request.episode_id,
+            endpoint=self._endpoint(session, clock, course),
+            note=course.notes.update,
         )
         with self._timed(course, "agent", None):
             try:
@@ -342,6 +348,13 @@ class EpisodeRunner:
         if place not in self._reported:
             self._reported.add(place)
             logger.error("%s (the same again is not shown)", what, exc_info=error)
+
+    def _endpoint(
+        self, session: PolicySession | None, clock: AgentClock, course: Course
+    ) -> OutsideSession | None:
+        if session is None or self.gateway is None:
+            return None
+        return OutsideSession(session, self.gateway, clock, course.heard, self._now)
 
     def _open_session(self, request: EpisodeRequest, clock: AgentClock) -> PolicySession | None:
         if self.policy is None or request.sampling is None:
@@ -395,7 +408,7 @@ class EpisodeRunner:
             outcome=outcome,
             reward=verdict.reward,
             components=verdict.components,
-            detail=verdict.detail,
+            detail={**verdict.detail, "agent": course.notes} if course.notes else verdict.detail,
             messages=[*course.earlier, *course.messages],
             timings={k: round(v, 6) for k, v in course.timings.items()},
             fired=course.fired,

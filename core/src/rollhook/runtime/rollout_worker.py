@@ -106,17 +106,19 @@ class RolloutWorker:
         gateway = Gateway(
             policy,
             bind=settings.bind,
+            port=settings.port,
             token=settings.token.resolve().get_secret_value() if settings.token else None,
             defaults=SessionDefaults(
                 budgets.max_seq_len, budgets.reply_tokens, budgets.turns, sampling_of(self._recipe)
             ),
             idle_ttl=settings.idle_ttl,
         )
+        gateway.public_address = settings.public_url
         self._stack.push_async_callback(gateway.stop)
         await gateway.start()
         self.urls = [gateway.url]
         for runner in self.runners.values():
-            runner.policy = policy
+            runner.policy, runner.gateway = policy, gateway
 
     @property
     def table(self) -> Iterable[Entry]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from rollhook.budgets import AgentClock
 
 if TYPE_CHECKING:
-    from rollhook.sandbox.sandbox import ExecResult, Sandbox
+    from rollhook.sandbox.sandbox import ExecResult, Sandbox, Spawned
 
 #: notes what is waited for, and for how many seconds at most, while its block runs
 Waiting = Callable[[Callable[[], str], float | None], AbstractContextManager[None]]
@@ -63,6 +63,18 @@ class AgentSandbox:
         if result.timed_out:
             self._clock.check()
         return result
+
+    async def spawn(
+        self,
+        argv: Sequence[str],
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        stdin: bool = False,
+    ) -> Spawned:
+        """Start a program of the agent and return at once; `Endpoint.attend` charges the time that it takes."""
+        self._clock.check()
+        return await self._sandbox.spawn(argv, cwd=cwd, env=env, user=self._user, stdin=stdin)
 
     async def read(self, path: str, *, limit: int = 1 << 20) -> bytes:
         """Return a file's bytes."""

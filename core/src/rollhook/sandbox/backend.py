@@ -167,6 +167,8 @@ class SandboxBackend(ABC):
     capabilities: frozenset[str] = frozenset()
     #: True: not isolated from the host; refused in a recipe that trains
     unsafe: ClassVar[bool] = False
+    #: True: sandboxes are on other machines, which reach this one by `gateway.public_url` only
+    elsewhere: ClassVar[bool] = False
     #: whose limits creates count against, such as a provider's endpoint; "": those of the backend's name
     account: str = ""
     #: what the provider cannot do: name of a case of the contract -> reason. The suite expects exactly

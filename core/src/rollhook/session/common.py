@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, ClassVar
 
 from rollhook.agent import Reply
-from rollhook.errors import AgentError, Kind
+from rollhook.errors import AgentError, EngineError, Kind
 from rollhook.messages import Message
 from rollhook.reply.parser import Delta
 
@@ -67,13 +68,23 @@ class SessionStats:
 class Calls:
     """The turns of one session that are under way. Closing ends them, and no other begins."""
 
-    def __init__(self, session_id: str) -> None:
+    def __init__(self, session_id: str, now: Callable[[], float] = time.monotonic) -> None:
         self.closed = False
+        #: what the engines failed with, until they answer again
+        self.failure: EngineError | None = None
+        self._now = now
+        self._busy = 0.0
+        self._since = 0.0
         self._session_id = session_id
         self._running: set[asyncio.Task[Reply]] = set()
 
     def __len__(self) -> int:
         return len(self._running)
+
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds during which at least one was under way."""
+        return self._busy + (self._now() - self._since if self._running else 0.0)
 
     def check_open(self) -> None:
         """Raise SessionClosedError once the session is closed."""
@@ -83,9 +94,16 @@ class Calls:
     async def run(self, turn: Coroutine[Any, Any, Reply]) -> Reply:
         """Wait for a turn; raises SessionClosedError when the session is closed meanwhile."""
         work = asyncio.ensure_future(turn)
+        if not self._running:
+            self._since = self._now()
         self._running.add(work)
         try:
-            return await work
+            reply = await work
+            self.failure = None
+            return reply
+        except EngineError as error:
+            self.failure = error
+            raise
         except asyncio.CancelledError:
             mine = asyncio.current_task()
             if self.closed and (mine is None or not mine.cancelling()):
@@ -95,6 +113,8 @@ class Calls:
             raise
         finally:
             self._running.discard(work)
+            if not self._running:
+                self._busy += self._now() - self._since
 
     async def close(self) -> None:
         """Cancel the turns under way and wait for their end."""

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from rollhook.agent import Reply
 from rollhook.engine.base import SamplingParams
+from rollhook.errors import EngineError
 from rollhook.messages import Message, ToolSchema
 from rollhook.session.common import DeltaSink, SessionStats
 from rollhook.session.tree import Leaf
@@ -32,6 +33,22 @@ class PolicySession(Protocol):
         """Tokens that the session may still hold."""
 
     @property
+    def messages(self) -> list[Message]:
+        """The conversation of the latest turn, its reply included."""
+
+    @property
+    def finish_reason(self) -> str:
+        """How the latest reply ended; empty before the first."""
+
+    @property
+    def failure(self) -> EngineError | None:
+        """What the engines failed with at the latest request; None once they have answered."""
+
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds during which at least one turn was under way."""
+
+    @property
     def versions(self) -> tuple[int, int] | None:
         """The oldest and the newest weight version of any generated token; None where none is known."""
 
@@ -49,6 +66,11 @@ class PolicySession(Protocol):
     ) -> Reply:
         """Generate one turn after `messages`; `on_delta` gets its text as it comes."""
 
+    async def count_tokens(
+        self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] | None = None
+    ) -> int:
+        """Return the tokens of the prompt that `chat` would send; nothing is generated, no turn is used."""
+
     def leaves(self) -> list[Leaf]:
         """Return what may train."""
 
@@ -65,11 +87,6 @@ class Policy(Protocol):
     @property
     def sessions(self) -> Mapping[str, PolicySession]:
         """The open sessions by id."""
-
-    async def count_tokens(
-        self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] | None = None
-    ) -> int:
-        """Return the tokens of the prompt that `chat` would send; nothing is generated, no turn is used."""
 
     def open(
         self,

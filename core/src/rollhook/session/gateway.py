@@ -7,6 +7,7 @@ import contextlib
 import hmac
 import ipaddress
 import logging
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -96,11 +97,25 @@ class Gateway:
         self._stall = stall
         self._idle_ttl = idle_ttl
         self._now = now
+        #: how machines elsewhere reach it; `{port}` in it is the port that it listens on
+        self.public_address: str | None = None
+        self._key = (token or secrets.token_hex(32)).encode()
         #: sessions that were opened here, and when each was used last
         self._used: WeakKeyDictionary[PolicySession, float] = WeakKeyDictionary()
         self._expiry: asyncio.Task[None] | None = None
         self._runner: web.AppRunner | None = None
         self.url = ""
+
+    @property
+    def public_url(self) -> str | None:
+        """How machines elsewhere reach it; None where nobody has said."""
+        if self.public_address is None:
+            return None
+        return self.public_address.rstrip("/").replace("{port}", self.url.rpartition(":")[2])
+
+    def session_token(self, session_id: str) -> str:
+        """Return the token with which one session can be driven, and nothing else."""
+        return hmac.digest(self._key, session_id.encode(), "sha256").hex()
 
     def app(self) -> web.Application:
         """Return the application, for a server of one's own."""
@@ -114,6 +129,7 @@ class Gateway:
                 web.delete(one, self._close),
                 web.get(one + "/v1/models", self._models),
                 *(web.post(one + path, self._chat) for path in _DIALECTS),
+                web.post(one + "/v1/messages/count_tokens", self._count),
             ]
         )
         return app
@@ -129,7 +145,6 @@ class Gateway:
             access_log=None,
         )
         await self._runner.setup()
-                web.post(one + "/v1/messages/count_tokens", self._count),
         await web.TCPSite(self._runner, self._bind, self._port).start()
         host, port = self._runner.addresses[0][:2]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -219,6 +234,11 @@ class Gateway:
         left = Left(session.turns_left, reply.tokens_left)
         return _json(dialect.reply(chat, reply, left), headers=left.headers())
 
+    async def _count(self, request: web.Request) -> web.Response:
+        session = self._session(request)
+        chat = _dialect(request).request(await self._body(request), session.sampling)
+        return _json({"input_tokens": await session.count_tokens(chat.messages, tools=chat.tools)})
+
     # -- sessions that nobody uses
 
     async def close_idle(self, idle_ttl: float) -> None:
@@ -234,11 +254,6 @@ class Gateway:
             await asyncio.sleep(min(60.0, idle_ttl / 4))
             try:
                 await self.close_idle(idle_ttl)
-    async def _count(self, request: web.Request) -> web.Response:
-        session = self._session(request)
-        chat = _dialect(request).request(await self._body(request), session.sampling)
-        return _json({"input_tokens": await session.count_tokens(chat.messages, tools=chat.tools)})
-
             except Exception:  # a router policy may fail at the end of a session
                 log.exception("sessions that nobody uses could not be closed")
 
@@ -272,8 +287,12 @@ class Gateway:
     def _authorise(self, request: web.Request) -> None:
         key = request.headers.get("X-Api-Key")
         given = f"Bearer {key}" if key is not None else request.headers.get("Authorization", "")
-        expected = f"Bearer {self._token}"
-        if not hmac.compare_digest(given.encode(errors="replace"), expected.encode()):
+        fitting = [self._token or ""]
+        session_id, path = request.match_info.get("session_id"), request.path
+        if session_id is not None and path.startswith(f"/sessions/{session_id}/v1/"):
+            fitting.append(self.session_token(session_id))
+        raw = given.encode(errors="replace")
+        if not any(hmac.compare_digest(raw, f"Bearer {token}".encode()) for token in fitting):
             raise RefusedError(
                 401, "the gateway's token is required: Authorization: Bearer <token>, or X-Api-Key: <token>"
             )

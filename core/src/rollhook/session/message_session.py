@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from rollhook.agent import Reply
 from rollhook.engine.base import SamplingParams
 from rollhook.engine.messages import ContextFullError, MessageRequest, Usage
+from rollhook.errors import EngineError
 from rollhook.messages import Message, ToolSchema
 from rollhook.reply.parser import Delta
 from rollhook.session.common import (

@@ -13,6 +13,7 @@ import orjson
 
 from rollhook.agent import Reply
 from rollhook.engine.base import SamplingParams
+from rollhook.errors import EngineError
 from rollhook.messages import Message, ToolSchema
 from rollhook.records import DRIFT_CATEGORIES
 from rollhook.session.common import (

@@ -8,6 +8,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from rollhook.component import Component, Config
 from rollhook.hookspecs import hookimpl
+from rollhook_agents.config import CommandConfig
 
 
 class ShellConfig(Config):
@@ -54,6 +55,12 @@ def rollhook_agents() -> list[Component]:
     return [
         Component("shell", ShellConfig, "rollhook_agents.shell:Shell", "one shell command per turn"),
         Component("chat", ChatConfig, "rollhook_agents.chat:Chat", "replies, and uses nothing else"),
+        Component(
+            "command",
+            CommandConfig,
+            "rollhook_agents.command:Command",
+            "any program that speaks to the session",
+        ),
         Component("oracle", OracleConfig, "rollhook_agents.plain:Oracle", "applies the reference solution"),
         Component(
             "nop", NopConfig, "rollhook_agents.plain:Nop", "does nothing: what a task scores untouched"
