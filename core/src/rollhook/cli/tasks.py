@@ -328,10 +328,11 @@ async def _compare(
 
 def _print_differences(rows: Sequence[Difference], names: Sequence[str], count: int) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
     from rich.text import Text
 
-    table = Table("", "", *(Text(name) for name in names), "tasks", show_lines=False)
+    table = Table("", "", *(escape(one_line(name)) for name in names), "tasks")
     for row in rows:
         where = "all" if len(row.tasks) == count else ", ".join(row.tasks[:3])
         more = f" and {len(row.tasks) - 3} more" if len(row.tasks) > 3 and where != "all" else ""

@@ -128,18 +128,17 @@ class Examination(TaskRuns):
         self._looker.sizes[name] = {len(data) for data in hidden.values() if len(data) >= _LEAST_BYTES}
         idle = [await self.episode("looker" if n == 0 else "nop", task, f"-{n}") for n in range(self._repeat)]
         leaks = sorted(set(leaks_in(self._looker.take(name), hidden)))
-        rewards = [[record.outcome.reward for record in records] for records in (solved, idle)]
-        share = max(flakes(each) for each in rewards)
+        scored, unscored = ([record.outcome.reward for record in records] for records in (solved, idle))
         errors = [failure(agent, r) for agent, rs in (("oracle", solved), ("nop", idle)) for r in rs]
         said = next((record_output(r) for r in solved if r.outcome.reward not in (1, None)), "")
-        reasons = [*dict.fromkeys(filter(None, errors)), *_reasons(*rewards, said), *leaks, *lint]
+        reasons = [*dict.fromkeys(filter(None, errors)), *_reasons(scored, unscored, said), *leaks, *lint]
         return TaskHealth(
             task_id=task.id,
             digest=task.digest,
             family=task.family,
-            oracle=rewards[0],
-            nop=rewards[1],
-            flakes=round(share, 4),
+            oracle=scored,
+            nop=unscored,
+            flakes=round(max(flakes(scored), flakes(unscored)), 4),
             lint=lint,
             leaks=leaks,
             ok=not reasons,

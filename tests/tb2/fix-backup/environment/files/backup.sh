@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /app
+tar -czf backup.tar.gz $(find data -type f)

@@ -1,0 +1,2 @@
+#!/bin/bash
+cp /run/token.txt token.txt

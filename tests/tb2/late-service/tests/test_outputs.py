@@ -1,0 +1,3 @@
+from pathlib import Path
+
+assert Path("/app/token.txt").read_text() == "token-7\n"

@@ -1,0 +1,3 @@
+#!/bin/bash
+printf a > 1
+printf b > 2

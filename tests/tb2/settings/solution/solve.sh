@@ -1,0 +1,2 @@
+#!/bin/bash
+printf "%s\n" "$GREETING" "$PLACE" "$LEVEL" > settings.txt

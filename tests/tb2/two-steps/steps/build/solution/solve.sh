@@ -1,0 +1,2 @@
+#!/bin/bash
+tac parts.txt > built.txt
