@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -19,6 +21,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = {
     "tutorial.md": ["$ python3 core run recipes/quickstart.yaml\n"],
     "how-to/write-an-environment.md": [],
+    "how-to/write-a-sandbox-backend.md": [],
 }
 BLOCK = re.compile(
     r"(?:`(?P<file>[^`\n]+)`:\n\n|<!-- (?P<note>[^>]*) -->\n)?^```(?P<language>\w*)\n(?P<body>.*?)^```$",
@@ -46,8 +49,11 @@ def test_every_block_is_a_file_or_commands(page: str) -> None:
 
 
 @pytest.fixture
-def clone(tmp_path: Path) -> Path:
-    """Make a directory like a clone, whose .venv has all packages of this one and takes others."""
+def clone(tmp_path: Path) -> Iterator[Path]:
+    """Make a directory like a clone, whose .venv has all packages of this one and takes others.
+
+    In the end a service that a page started, and wrote the pid of, is stopped.
+    """
     for name in ("core", "recipes"):
         (tmp_path / name).symlink_to(ROOT / name)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / ".venv"], check=True)
@@ -58,7 +64,10 @@ def clone(tmp_path: Path) -> Path:
         script = python.with_name(name)
         script.write_text(f"#!{python}\nimport sys\nfrom {module} import main\nsys.exit(main())\n")
         script.chmod(0o755)
-    return tmp_path
+    yield tmp_path
+    for file in tmp_path.glob("*.pid"):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(file.read_text()), signal.SIGKILL)
 
 
 @pytest.mark.slow
