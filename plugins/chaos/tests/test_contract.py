@@ -1,26 +1,24 @@
-"""The contract of sandboxes, in fair weather: chaos with all rates 0 changes nothing."""
+"""The contract of sandboxes, in fair weather: chaos with all rates 0 over real sandboxes changes nothing."""
 
 from __future__ import annotations
 
-import logging
+import shutil
 from pathlib import Path
 
 import pytest
 
-from rollhook.component import BuildContext
-from rollhook.testing.fakes_sandbox import FakeSandbox, FakeSandboxes
+from rollhook.installed import installed
 from rollhook.testing.sandbox import SandboxContract
 from rollhook.testing.sandbox_case import MakeBackend
-from rollhook_chaos import ChaosConfig
-from rollhook_chaos.backend import ChaosSandboxes
+from rollhook.testing.storm import build_backend
+
+LOCAL = any((each.kind, each.name) == ("sandbox", "local") for each in installed())
 
 
+@pytest.mark.skipif(not LOCAL, reason="needs rollhook-local (pip install rollhook-local)")
+@pytest.mark.skipif(not shutil.which("bwrap"), reason="needs bubblewrap (apt-get install bubblewrap)")
 class TestFairWeather(SandboxContract):
     @pytest.fixture
     def make_backend(self, tmp_path: Path) -> MakeBackend:
-        provider: dict[str, FakeSandbox] = {}
-        config = ChaosConfig.model_validate({"over": "fake"})
-        context = BuildContext(
-            logging.getLogger("test"), tmp_path, tmp_path, build=lambda kind, use: FakeSandboxes(provider)
-        )
-        return lambda: ChaosSandboxes(config, context)
+        use = {"use": "chaos", "over": {"use": "local", "mode": "bubblewrap"}}
+        return lambda: build_backend(use, tmp_path)

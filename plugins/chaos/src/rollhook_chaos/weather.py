@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from rollhook_chaos import ChaosConfig
 
 DEATH_SECONDS = 0.2
-CUT_BYTES = 4096
+#: output is cut after up to 4 KiB, as often before 64 bytes as after
+CUT_BITS = 12
 FULL_AFTER = 8
 #: what such a disk holds where its backend limits disks
 FULL_BYTES = 64 << 10
@@ -82,6 +83,6 @@ class Weather:
 
         return CommandFate(
             death=amount("when", DEATH_SECONDS) if hits("death", config.deaths) else None,
-            cut=int(amount("where", CUT_BYTES)) if hits("cut", config.cut_streams) else None,
+            cut=int(2 ** amount("where", CUT_BITS)) - 1 if hits("cut", config.cut_streams) else None,
             garbage=hits("garbage", config.garbage),
         )
