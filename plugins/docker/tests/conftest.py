@@ -23,6 +23,13 @@ def engine() -> Iterator[Engine]:
         yield engine
 
 
+@pytest.fixture(scope="session")
+def small_engine() -> Iterator[Engine]:
+    """One that has room for 128 MiB, and that a test may stop."""
+    with container_engine(storage_bytes=128 << 20) as engine:
+        yield engine
+
+
 @pytest.fixture
 def make_docker(engine: Engine, tmp_path: Path) -> MakeDocker:
     def make(**keys: Any) -> DockerSandboxes:

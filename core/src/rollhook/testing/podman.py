@@ -132,18 +132,25 @@ def missing() -> str:
 
 
 @contextlib.contextmanager
-def container_engine() -> Iterator[Engine]:
-    """Give an engine for the session; skips with the part that is missing, and clears up behind itself."""
+def container_engine(storage_bytes: int | None = None) -> Iterator[Engine]:
+    """Give an engine for the session; skips with the part that is missing, and clears up behind itself.
+
+    With `storage_bytes` it is always one of our own, and all its containers together may hold no more.
+    """
     if reason := missing():
         pytest.skip(reason)
-    if host := os.environ.get("DOCKER_HOST"):
+    host = os.environ.get("DOCKER_HOST")
+    if host and storage_bytes is None:
         yield Engine(host, os.environ.get("ROLLHOOK_TEST_IMAGE", "docker.io/library/python:3.12-bookworm"))
         return
     # short, as a socket's path may hold 107 characters; in memory, as Podman waits for the disk at each step
     memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
     root = Path(tempfile.mkdtemp(prefix="rollhook-podman-", dir=memory))
-    for name in ("networks", "tmp", "run", "storage"):
-        (root / name).mkdir()
+    for name in ("networks", "tmp", "run", "storage/overlay"):
+        (root / name).mkdir(parents=True)
+    if storage_bytes is not None:
+        size = f"size={storage_bytes}"
+        subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", root / "storage/overlay"], check=True)
     (root / "containers.conf").write_text(_CONTAINERS.format(root=root))
     (root / "storage.conf").write_text(_STORAGE.format(root=root, images=base_images()))
     engine = Engine(f"unix://{root}/sock", BASE_IMAGE, root)
@@ -153,6 +160,7 @@ def container_engine() -> Iterator[Engine]:
     finally:
         engine.podman("rm", "--all", "--force", "--volumes", "--time=0", check=False)
         engine.stop()
-        mounts = f"{root}/storage/overlay"
-        subprocess.run(["umount", "--recursive", "--lazy", mounts], check=False, capture_output=True)
+        for _ in range(2):  # Podman may have mounted it upon itself
+            mount = root / "storage/overlay"
+            subprocess.run(["umount", "--recursive", "--lazy", mount], check=False, capture_output=True)
         shutil.rmtree(root, ignore_errors=True)

@@ -225,7 +225,7 @@ class DockerSandboxes(SandboxBackend):
         info = self._engine.info
         disk = "by the storage driver" if self.config.disk_quota else "not limited"
         return {
-            "engine": f"version {info.get('ServerVersion', '?')} at {self._engine.where.shown}",
+            "engine": f"{self._engine.name} {info.get('ServerVersion', '?')} at {self._engine.where.shown}",
             "runtime": self.config.runtime or str(info.get("DefaultRuntime") or "the engine's default"),
             "limits": f"cgroup v{info.get('CgroupVersion', '?')}, disk {disk}"
             + "".join(f", no {limit}" for limit in sorted(self._unlimited)),

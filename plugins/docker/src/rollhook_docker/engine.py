@@ -116,6 +116,7 @@ class Engine:
         self.where = where
         self.client = client
         self.info: Mapping[str, Any] = {}
+        self.version: Mapping[str, Any] = {}
         self._tls = tls
 
     @classmethod
@@ -139,6 +140,7 @@ class Engine:
         )
         try:
             async with engine.asked("what it is"):
+                engine.version = await engine.client.version()
                 engine.info = await engine.client.system.info()
         except EngineApiError as error:
             await engine.aclose()
@@ -173,13 +175,25 @@ class Engine:
         text = f"asked for {what}, the container engine at {self.where.shown} gives no answer: {why}"
         return EngineApiError(text, status=0, kind="retryable")
 
-    async def processes(self, container_id: str, ps_args: str) -> list[list[str]]:
-        """Return the rows of `ps` for a container; Podman does not mark its answer as JSON."""
+    @property
+    def name(self) -> str:
+        """What it calls itself: "Podman Engine", for one."""
+        parts = self.version.get("Components") or [{}]
+        return str(parts[0].get("Name") or "Engine")
+
+    async def processes(self, container_id: str) -> list[tuple[int, str]]:
+        """Return (pid, command) of what runs in a container; Podman's pids are inside, Docker's outside.
+
+        Podman looks by itself when it is given names of columns; with options it would run `ps` inside. It
+        does not mark its answer as JSON.
+        """
+        columns = "pid,args" if "podman" in self.name.lower() else "-eo pid,args"
         async with (
             self.asked("its processes"),
-            self.client._query(f"containers/{container_id}/top", params={"ps_args": ps_args}) as response,
+            self.client._query(f"containers/{container_id}/top", params={"ps_args": columns}) as response,
         ):
-            return list(json.loads(await response.read())["Processes"])
+            rows = json.loads(await response.read())["Processes"]
+        return [(int(pid), " ".join(command)) for pid, *command in rows]
 
     async def attach(self, exec_id: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Start a command that was made, and return its stream: frames out, bare bytes in.

@@ -19,6 +19,8 @@ _END_FIRST, _END_MOST = 0.005, 1.0
 class DockerProcess:
     """A command that runs; `ended` asks the engine for its exit code, None while it runs.
 
+    `counted`: its input goes in pieces, each after a line with its length, and ends with a 0.
+
     Frames: a byte for the stream, three of nothing, four for the length ("Attach" of the Engine API).
     """
 
@@ -27,10 +29,13 @@ class DockerProcess:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         ended: Callable[[], Awaitable[int | None]],
+        *,
+        counted: bool = False,
     ) -> None:
         self._reader = reader
         self._writer = writer
         self._ended = ended
+        self._counted = counted
         self._queues: dict[int, asyncio.Queue[bytes]] = {
             number: asyncio.Queue(_HELD) for number in (1, _STDERR)
         }
@@ -82,6 +87,8 @@ class DockerProcess:
     async def write_stdin(self, data: bytes) -> None:
         """Write and drain."""
         try:
+            if self._counted and data:
+                self._writer.write(b"%d\n" % len(data))
             self._writer.write(data)
             await self._writer.drain()
         except (ConnectionError, RuntimeError) as error:
@@ -90,7 +97,10 @@ class DockerProcess:
     async def close_stdin(self) -> None:
         """Signal end of file."""
         with suppress(OSError, RuntimeError):
-            if self._writer.can_write_eof():
+            if self._counted:
+                self._writer.write(b"0\n")
+                await self._writer.drain()
+            else:
                 self._writer.write_eof()
 
     async def wait(self) -> int:

@@ -20,7 +20,8 @@ from rollhook_docker.process import DockerProcess, Refused
 
 _START_SECONDS = 60.0
 #: within it the script must have killed, or the container is restarted; well below the core's limit
-_KILL_SECONDS = 6.0
+_KILL_SECONDS = 9.0
+_LIST_SECONDS = 2.0
 _LINKS = 40
 _READ_TRIES = 3
 # what the kernel takes (MAX_ARG_STRLEN, and a quarter of a stack of 8 MiB)
@@ -42,6 +43,16 @@ exec head -c "$2" -- "$1"
 """
 #: $1: the directory; the rest: the command
 _RUN = 'cd -- "$1" || exit 126; shift; exec "$@"'
+#: The same where the end of input cannot be told from the end of the connection, as with TLS: the input comes
+#: in pieces, each after its length.
+_RUN_COUNTED = r"""
+cd -- "$1" || exit 126
+shift
+exec 3<&0
+{
+  while IFS= read -r size <&3 && [ "$size" -gt 0 ]; do head -c "$size" <&3 || break; done
+} 2>/dev/null | "$@" 3<&-
+"""
 #: The main process of the container is the oldest but process 1; the kill script spares both.
 _KILL = (
     r"""
@@ -92,7 +103,8 @@ class DockerSandbox(RawSandbox):
         if max(sizes) > _ONE_ARGUMENT or sum(sizes) + 8 * len(sizes) > _ALL_ARGUMENTS:
             return Refused(126, f"{argv[0]}: argument list too long")
         directory = posixpath.join(self.spec.workdir, cwd or "")
-        command = ["/bin/sh", "-c", _RUN, "rollhook", directory, *argv]
+        run = _RUN_COUNTED if stdin and self._engine.where.tls else _RUN
+        command = ["/bin/sh", "-c", run, "rollhook", directory, *argv]
         user = user or self.spec.user or ""
         try:
             async with asyncio.timeout(_START_SECONDS):
@@ -125,7 +137,7 @@ class DockerSandbox(RawSandbox):
                 raise
             return None if state["Running"] else int(state["ExitCode"] or 0)
 
-        return DockerProcess(reader, writer, ended)
+        return DockerProcess(reader, writer, ended, counted=stdin and self._engine.where.tls)
 
     async def _must_live(self, error: EngineApiError) -> None:
         """Raise SandboxDead when a request failed because the container is gone or just going."""
@@ -278,11 +290,8 @@ class DockerSandbox(RawSandbox):
     async def _restart(self) -> Sequence[tuple[int, str]]:
         seen: list[tuple[int, str]] = []
         try:
-            async with asyncio.timeout(_KILL_SECONDS / 2):
-                rows = await self._engine.processes(self.id, "-eo pid,args")
-            for row in rows:
-                pid, _, command = " ".join(row).strip().partition(" ")
-                seen.append((int(pid), command))
+            async with asyncio.timeout(_LIST_SECONDS):
+                seen = await self._engine.processes(self.id)
         except (TimeoutError, EngineApiError, ValueError) as error:
             logger.info("sandbox %s: no list of its processes: %s", self.id, error)
         async with self._engine.asked("a restart"):
