@@ -129,6 +129,20 @@ async def test_megabytes_arrive_whole(detached: Detached, tmp_path: Path) -> Non
     assert out == (tmp_path / "file").read_bytes()
 
 
+async def test_the_middle_of_much_output_is_counted_not_fetched(detached: Detached, tmp_path: Path) -> None:
+    text = "head -c 400000 /dev/zero | tr '\\0' a; head -c 300000000 /dev/zero | tr '\\0' b; printf the-end"
+    process = await detached.start(["sh", "-c", text], cwd=str(tmp_path))
+    process.keep_at_most(1000)
+    out = Capture(1000)
+    taken = asyncio.create_task(pump(process.stdout(), out))
+    assert await process.wait() == 0
+    await taken
+    assert out.total == 300_400_007
+    assert out.value() == b"a" * 500 + b"b" * 493 + b"the-end"
+    assert isinstance(detached.link, Machine)
+    assert detached.link.requests < 150
+
+
 async def test_environment_and_arguments_arrive_as_they_are(detached: Detached, tmp_path: Path) -> None:
     env = {"A": "x'y\n$HOME @D@", "odd-name": "z", "EMPTY": ""}
     process = await detached.start(

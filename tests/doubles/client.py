@@ -98,7 +98,8 @@ def vendors(**options: Any) -> Iterator[Double]:
             if options:
                 double.options(**options)
             yield double
-            assert double.problems() == []
+            if problems := double.problems():
+                raise AssertionError(f"the double does not know or failed in {problems}")
         finally:
             program.stdin.close()
             try:

@@ -16,6 +16,7 @@ from typing import BinaryIO, cast
 from rollhook.errors import SandboxDead, SandboxError
 from rollhook.sandbox import scripts, transfer
 from rollhook.sandbox.backend import RawProcess, RawSandbox, SandboxSpec
+from rollhook.sandbox.detached import DetachedProcess
 from rollhook.sandbox.output import Capture
 from rollhook.sandbox.results import Census, ExecResult, Spawned
 from rollhook.sandbox.streams import STDIN_CHUNK, drain, feed, pump, sliced, stop
@@ -168,6 +169,8 @@ class Sandbox:
     ) -> ExecResult:
         started = self._clock()
         process, mark = await self._start(argv, cwd, env, user, stdin is not None)
+        if isinstance(process, DetachedProcess):
+            process.keep_at_most(max_output)
         out, err = Capture(max_output), Capture(max_output)
         code = await self._run(process, mark, out, err, None if stdin is None else sliced(stdin), timeout)
         if code is not None and code >= 128 and not await self._raw.alive():
