@@ -70,9 +70,7 @@ POLICIES: dict[str, tuple[str, dict[str, dict[str, float]]]] = {
     "min_load": ("min_load", {}),
     "consistent_hash": ("consistent_hash", {}),
     "prefix_cache": ("prefix_cache", {}),
-    # with 16 sessions on a rank, one above the even share
-    "prefix_cache, load_factor 1.05": ("prefix_cache", {"prefix_cache": {"load_factor": 1.05}}),
-    "prefix_cache, turn_load_factor 1.25": ("prefix_cache", {"prefix_cache": {"turn_load_factor": 1.25}}),
+    "sticky+prefix_cache": ("sticky+prefix_cache", {}),
 }
 PROMPT = list(range(1000, 3000))
 

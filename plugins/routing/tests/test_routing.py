@@ -81,12 +81,6 @@ class TestPrefixCache(RouterPolicyContract):
         return lambda seed: prefix_cache(seed, chunk=2, max_chunks=500)
 
 
-class TestMovingPrefixCache(RouterPolicyContract):
-    @pytest.fixture
-    def make_policy(self):
-        return lambda seed: prefix_cache(seed, chunk=2, max_chunks=500, turn_load_factor=1.0)
-
-
 class TestMinLoad(RouterPolicyContract):
     @pytest.fixture
     def make_policy(self):
@@ -407,19 +401,22 @@ def test_siblings_gather_where_their_prompt_is_known():
 
 
 def test_a_prompt_that_nobody_knows_goes_to_the_least_loaded():
-    policy = prefix_cache(chunk=4, min_match=0.6)
-    assert ask(policy, "s", [WorkerLoad(A, 1), WorkerLoad(B)], ids=SYSTEM + TASKS[0]) == B
-    loads = [WorkerLoad(A, 1), WorkerLoad(B, 2)]
-    assert (
-        ask(policy, "t", loads, ids=SYSTEM + TASKS[1]) == A
-    )  # half of it is known to B, which is too little
+    assert ask(prefix_cache(chunk=4), "s", [WorkerLoad(A, 1, 9), WorkerLoad(B, 1, 8)], ids=SYSTEM) == B
+    assert ask(prefix_cache(chunk=4), "s", [WorkerLoad(A, 2), WorkerLoad(B, 1)], ids=SYSTEM) == B
 
 
-def test_a_worker_that_is_too_full_is_not_preferred():
+def test_a_worker_that_is_too_full_gets_no_new_session():
     policy = prefix_cache(chunk=4)
     policy.assigned(RouteRequest("s", "", SYSTEM), A)
     assert ask(policy, "t", [WorkerLoad(A, 1), WorkerLoad(B, 1)], ids=SYSTEM) == A
     assert ask(policy, "u", [WorkerLoad(A, 9), WorkerLoad(B, 1)], ids=SYSTEM) == B
+
+
+@pytest.mark.parametrize(("in_flight", "picked"), [(79, A), (81, B)])
+def test_a_known_token_weighs_as_much_as_so_many_in_flight(in_flight, picked):
+    policy = prefix_cache(chunk=4, recompute_cost=10)
+    policy.assigned(RouteRequest("s", "", SYSTEM), A)
+    assert ask(policy, "t", [WorkerLoad(A, 1, in_flight), WorkerLoad(B, 1)], ids=[*SYSTEM, 7]) == picked
 
 
 def test_the_longest_known_prefix_wins():
@@ -429,48 +426,78 @@ def test_the_longest_known_prefix_wins():
     assert ask(policy, "u", ids=SYSTEM + TASKS[0] + [5]) == B
 
 
-def turn(policy, counts, home, ids=SYSTEM):
-    """Ask for a later turn of a session, with these requests under way at each worker."""
-    loads = [WorkerLoad(worker, 1, requests=count) for worker, count in zip(WORKERS, counts, strict=True)]
+def turn(policy, requests, home, in_flight=(0, 0, 0), ids=SYSTEM):
+    """Ask for a later turn of a session, with these requests and tokens in flight at each worker."""
+    rows = zip(WORKERS, requests, in_flight, strict=True)
+    loads = [WorkerLoad(worker, 1, tokens, requests=count) for worker, count, tokens in rows]
     request = RouteRequest("s", "", ids, worker=home)
     worker = policy.pick(request, loads)
     policy.assigned(request, worker)
     return worker
 
 
-def test_a_session_leaves_a_worker_for_a_turn_only_beyond_the_bound_of_requests():
-    policy = prefix_cache(chunk=4, turn_load_factor=1.5)
-    assert policy.each_turn
-    assert not prefix_cache().each_turn
-    assert turn(policy, (2, 2, 1), A) == A
-    assert turn(policy, (4, 2, 1), A) == C, (
-        "the mean is 8 / 3, so 4 is the bound and C has no more than the mean"
-    )
-    assert turn(policy, (3, 2, 2), A) == A
+@pytest.mark.parametrize(
+    ("requests", "in_flight", "where"),
+    [
+        ((4, 2, 1), (900, 500, 100), C),
+        ((4, 2, 1), (900, 0, 901), A),
+        ((4, 5, 1), (900, 500, 100), A),
+        ((4, 2, 1), (180, 500, 100), A),
+        ((4, 2, 1), (181, 500, 100), C),
+        ((0, 0, 0), (0, 0, 0), A),
+    ],
+    ids=[
+        "to who has the fewest",
+        "not to the second emptiest",
+        "others are as full",
+        "what is computed again outweighs it",
+        "or just does not",
+        "all idle",
+    ],
+)
+def test_a_session_leaves_the_fullest_worker_when_that_costs_less(requests, in_flight, where):
+    policy = prefix_cache(chunk=4, recompute_cost=10)  # 8 tokens to compute again weigh 80 in flight
+    assert turn(policy, requests, A, in_flight) == where
 
 
-def test_a_session_that_must_leave_goes_where_most_of_its_prompt_is_known():
-    policy = prefix_cache(chunk=4, turn_load_factor=1.0)
-    policy.assigned(RouteRequest("s", "", SYSTEM), A)
+def test_of_two_that_are_emptiest_the_one_that_knows_more_is_taken():
+    policy = prefix_cache(chunk=4, recompute_cost=10)
     policy.assigned(RouteRequest("t", "", SYSTEM[:4]), B)
-    assert turn(policy, (5, 1, 0), A) == B
-    assert turn(policy, (0, 5, 0), B) == A, "where it was before"
+    assert turn(policy, (5, 1, 1), A, (900, 30, 0)) == B
+
+
+def test_a_session_that_moved_is_known_where_it_was():
+    policy = prefix_cache(chunk=4, recompute_cost=1000)
+    policy.assigned(RouteRequest("s", "", SYSTEM), A)
+    assert turn(policy, (5, 0, 0), A, (9999, 1, 0)) == C
+    assert turn(policy, (0, 0, 5), C, (0, 0, 10)) == A
+
+
+def test_behind_sticky_no_session_moves_and_alone_any_may():
+    loads = [WorkerLoad(A, 1, 10**6, requests=9), WorkerLoad(B)]
+    request = RouteRequest("s", "", SYSTEM, worker=A)
+    assert prefix_cache().each_turn
+    assert prefix_cache().pick(request, loads) == B
+    assert Chain([sticky(), prefix_cache()]).pick(request, loads) == A
 
 
 def test_a_worker_that_left_is_no_home():
-    policy = prefix_cache(chunk=4, turn_load_factor=1.0)
-    assert turn(policy, (0, 1, 1), Worker("http://gone")) in WORKERS
+    assert turn(prefix_cache(chunk=4), (0, 1, 1), Worker("http://gone")) in WORKERS
 
 
-@settings(max_examples=60)
-@given(
-    st.lists(st.integers(0, 9), min_size=3, max_size=3), st.sampled_from(WORKERS), st.sampled_from([1.0, 1.5])
-)
-def test_a_move_never_goes_to_a_worker_above_the_mean(counts, home, factor):
-    worker = turn(prefix_cache(chunk=4, turn_load_factor=factor), counts, home)
-    after = counts[WORKERS.index(worker)] + 1
-    bound = factor if worker == home else 1
-    assert after <= -(-bound * (sum(counts) + 1) // 3)
+counts = st.lists(st.integers(0, 9), min_size=3, max_size=3)
+tokens = st.lists(st.integers(0, 2000), min_size=3, max_size=3)
+
+
+@settings(max_examples=200)
+@given(counts, tokens, st.sampled_from(WORKERS), st.integers(0, 100))
+def test_a_move_makes_the_fullest_worker_emptier_and_costs_less_than_staying(counts, tokens, home, price):
+    worker = turn(prefix_cache(chunk=4, recompute_cost=price), counts, home, tokens)
+    to, at = WORKERS.index(worker), WORKERS.index(home)
+    if to != at:
+        assert all(counts[at] >= count for count in counts)
+        assert counts[to] == min(count for number, count in enumerate(counts) if number != at)
+        assert tokens[to] + price * len(SYSTEM) < tokens[at]
 
 
 def test_what_a_worker_held_is_forgotten_when_it_leaves():
@@ -584,7 +611,7 @@ def test_all_policies_of_a_chain_learn_what_happens():
 def test_a_chain_wants_what_one_of_its_policies_wants():
     assert Chain([sticky(), prefix_cache()]).needs_prefix
     assert not Chain([sticky(), min_load()]).needs_prefix
-    assert not Chain([min_load()]).each_turn
+    assert not Chain([sticky(), min_load()]).each_turn
 
 
 def test_a_chain_in_which_nobody_decides_takes_the_first():

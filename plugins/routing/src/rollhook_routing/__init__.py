@@ -74,22 +74,17 @@ class PrefixCacheConfig(Config):
     max_chunks: Annotated[
         PositiveInt, Field(description="chunks remembered; beyond it the longest unused are forgotten")
     ] = 65536
-    min_match: Annotated[
-        float,
-        Field(ge=0, le=1, description="share of the prompt that a worker must hold to be preferred"),
-    ] = 0.5
     load_factor: Annotated[
         float,
-        Field(ge=1, description="a worker is preferred up to this times the mean of open sessions"),
-    ] = 1.1
-    turn_load_factor: Annotated[
-        float | None,
+        Field(ge=1, description="no worker gets a new session beyond this times the mean of open sessions"),
+    ] = 1.05
+    recompute_cost: Annotated[
+        float,
         Field(
-            ge=1,
-            description="a session leaves its worker on a turn if that would have more than this times the "
-            "mean of requests under way: evener, for prefixes computed again; null: it stays",
+            ge=0,
+            description="tokens in flight at a worker that weigh as much as one prompt token it must compute",
         ),
-    ] = None
+    ] = 24.0
 
 
 @hookimpl
@@ -118,6 +113,6 @@ def rollhook_router_policies() -> list[Component]:
             "prefix_cache",
             PrefixCacheConfig,
             f"{package}.prefix:PrefixCache",
-            "the worker that knows the prompt's start",
+            "the worker with the least to do that knows the prompt's start",
         ),
     ]

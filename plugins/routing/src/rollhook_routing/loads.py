@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 
 from rollhook.router import RouteRequest, Worker, WorkerLoad
@@ -27,25 +27,13 @@ def mean_sessions(workers: Sequence[WorkerLoad]) -> float:
     return sum(load.open_sessions for load in workers) / len(workers)
 
 
-def sessions(load: WorkerLoad) -> int:
-    """Return the open sessions of a worker."""
-    return load.open_sessions
-
-
-def requests(load: WorkerLoad) -> int:
-    """Return the requests under way at a worker."""
-    return load.requests
-
-
-def with_room(
-    workers: Sequence[WorkerLoad], factor: float, count: Callable[[WorkerLoad], int] = sessions
-) -> list[WorkerLoad]:
-    """Return the workers that one more leaves within `factor` times the mean, rounded up.
+def with_room(workers: Sequence[WorkerLoad], factor: float) -> list[WorkerLoad]:
+    """Return the workers that one more session leaves within `factor` times the mean, rounded up.
 
     Never empty for a factor of at least 1 (bounded loads: Mirrokni, Thorup, Zadimoghaddam 2018).
     """
-    limit = -(-factor * (sum(map(count, workers)) + 1) // len(workers))
-    return [load for load in workers if count(load) + 1 <= limit]
+    limit = -(-factor * (sum(load.open_sessions for load in workers) + 1) // len(workers))
+    return [load for load in workers if load.open_sessions + 1 <= limit]
 
 
 def draw(seed: int, text: str, worker: Worker, number: int = 0) -> int:

@@ -1,4 +1,4 @@
-"""prefix_cache: prompts that start alike go to the worker that has computed that start before."""
+"""prefix_cache: prompts go where their start was computed before, unless too much is under way there."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from typing import ClassVar
 from rollhook.component import BuildContext
 from rollhook.router import RouteRequest, RouterPolicy, Worker, WorkerLoad
 from rollhook_routing import PrefixCacheConfig
-from rollhook_routing.loads import amount, draw, least_loaded, requests, with_room
+from rollhook_routing.loads import amount, draw, with_room
 
 
 class PrefixCache(RouterPolicy):
-    """Picks the worker with the longest known prefix among those with room, else the least loaded.
+    """Weighs what a worker has in flight against how much of the prompt it would have to compute.
 
-    What the engines hold is estimated from what was sent to them. The prompts of a group's siblings start
-    alike, so siblings gather on few workers, but no worker gets more than `load_factor` times the mean of
-    open sessions for it. With `turn_load_factor` a session leaves its worker on a turn if that would have
-    more than so many times the mean of requests under way, for one that has no more than the mean.
+    A worker costs its tokens in flight, which every step of decoding reads, and `recompute_cost` for each
+    token of the prompt that it is not known to hold. A new session opens at the cheapest worker that has no
+    more than `load_factor` times the mean of open sessions with it. On a turn a session stays, unless its
+    worker would have more requests under way than any other: then it moves to the cheapest of those with
+    the fewest, if that costs less than the tokens in flight where it is. What the engines hold is estimated
+    from what was sent to them.
     """
 
-    always_picks: ClassVar[bool] = True
     needs_prefix: ClassVar[bool] = True
 
     def __init__(self, config: PrefixCacheConfig, context: BuildContext) -> None:
@@ -35,46 +36,48 @@ class PrefixCache(RouterPolicy):
 
     @property
     def each_turn(self) -> bool:
-        """Whether sessions may move."""
-        return self.config.turn_load_factor is not None
+        """Always: a session may move on any turn."""
+        return True
 
     def pick(self, request: RouteRequest, workers: Sequence[WorkerLoad]) -> Worker | None:
-        """Return a worker whose known prefix of the prompt is long enough, else the least loaded."""
-        factor, home = self.config.turn_load_factor, request.worker
-        if factor is not None and home is not None and any(load.worker == home for load in workers):
-            return self._turn(request, home, factor, workers)
-        known = self._prefixes.match(request.prefix_ids)
-        enough = max(1.0, self.config.min_match * len(request.prefix_ids))
-        near = [load for load in workers if known.get(load.worker, 0) >= enough]
-        if near:
-            free = {load.worker for load in with_room(workers, self.config.load_factor)}
-            near = [load for load in near if load.worker in free]
-        if not near:
-            return least_loaded(self._seed, request, workers)
-        return min(near, key=lambda load: self._order(load, known[load.worker], request)).worker
+        """Return the cheapest worker with room for a new session, or where a session's turn goes."""
+        if not workers:
+            return None
+        home = next((load for load in workers if load.worker == request.worker), None)
+        if home is None:
+            return self._cheapest(request, with_room(workers, self.config.load_factor))[1]
+        others = [load for load in workers if load is not home]
+        if home.requests + 1 <= max((load.requests for load in others), default=home.requests + 1):
+            return home.worker
+        fewest = min(load.requests for load in others)
+        cost, worker = self._cheapest(request, [load for load in others if load.requests == fewest])
+        if cost >= home.tokens_in_flight:
+            return home.worker
+        self._prefixes.add(request.prefix_ids, home.worker)  # but for what the agent has just added
+        return worker
 
     def assigned(self, request: RouteRequest, worker: Worker) -> None:
         """Note that the worker computes this prompt; one that has served the session is known to."""
         if worker != request.worker:
             self._prefixes.add(request.prefix_ids, worker)
 
-    def _turn(
-        self, request: RouteRequest, home: Worker, factor: float, workers: Sequence[WorkerLoad]
-    ) -> Worker:
-        """Return the session's worker if it has room, else the one with the longest prefix up to the mean."""
-        if any(load.worker == home for load in with_room(workers, factor, requests)):
-            return home
-        self._prefixes.add(request.prefix_ids, home)  # but for what the agent has just added
-        known = self._prefixes.match(request.prefix_ids)
-        free = with_room(workers, 1, requests)
-        return min(free, key=lambda load: (-known.get(load.worker, 0), load.requests, amount(load))).worker
-
     def workers_changed(self, workers: Sequence[Worker]) -> None:
         """Forget what workers held that exist no more."""
         self._prefixes.keep(workers)
 
-    def _order(self, load: WorkerLoad, match: int, request: RouteRequest) -> tuple[object, ...]:
-        return -match, amount(load), draw(self._seed, request.session_id, load.worker)
+    def _cheapest(self, request: RouteRequest, workers: Sequence[WorkerLoad]) -> tuple[float, Worker]:
+        """Return the least cost, in tokens in flight, and whose it is; ties as in min_load."""
+        known, length = self._prefixes.match(request.prefix_ids), len(request.prefix_ids)
+        price: float = self.config.recompute_cost
+
+        def cost(load: WorkerLoad) -> float:
+            return load.tokens_in_flight + price * (length - known.get(load.worker, 0))
+
+        def order(load: WorkerLoad) -> tuple[object, ...]:
+            return cost(load), amount(load), draw(self._seed, request.session_id, load.worker)
+
+        best = min(workers, key=order)
+        return cost(best), best.worker
 
 
 class PrefixTree:
