@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rollhook.component import Component
 from rollhook.hookspecs import hookimpl
-from rollhook_tbench2.config import PocketConfig, TBench2Config
+from rollhook_tbench2.config import PocketConfig, SplitConfig, TBench2Config
 
 
 @hookimpl
@@ -22,12 +22,18 @@ def rollhook_environments() -> list[Component]:
 
 @hookimpl
 def rollhook_packs() -> list[Component]:
-    """Supply pack.pocket."""
+    """Supply pack.pocket and pack.tbench2."""
     return [
+        Component(
+            name="tbench2",
+            config=SplitConfig,
+            load="rollhook_tbench2.split:SplitPack",
+            summary="a directory of tasks, split into train and held-out",
+        ),
         Component(
             name="pocket",
             config=PocketConfig,
             load="rollhook_tbench2.pocket.pack:PocketPack",
             summary="small terminal tasks in 13 families, with noisy demonstrations",
-        )
+        ),
     ]

@@ -91,3 +91,19 @@ class PocketConfig(Config):
             if name not in known:
                 raise ValueError(f"{name!r} is not a family; families: {', '.join(known)}")
         return names
+
+
+class SplitConfig(Config):
+    """Keys of pack tbench2: a directory of tasks, and what of it is held out."""
+
+    tasks_dir: Annotated[str, Field(description="directory of task directories, e.g. of terminal-bench-2")]
+    heldout: Annotated[
+        str | tuple[str, ...] | None,
+        Field(description="ids that are held out, or a file with one per line; null: by the hash of the id"),
+    ] = None
+    heldout_fraction: Annotated[
+        float, Field(ge=0, le=1, description="share that is held out by hash; 20 of 89 by default")
+    ] = 20 / 89
+    system_prompt: Annotated[
+        str | None, Field(description="what the agent is told; default: one command per turn")
+    ] = None

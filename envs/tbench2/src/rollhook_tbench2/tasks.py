@@ -53,7 +53,7 @@ def read_task_set(root: Path, extra_splits: Mapping[str, str | Sequence[str]]) -
         raise UsageError(
             f"no tasks in {root}: give a directory whose subdirectories hold task.toml and instruction.md"
         )
-    splits = {**_splits_file(root), **{name: _ids(value) for name, value in extra_splits.items()}}
+    splits = {**_splits_file(root), **{name: ids_of(value) for name, value in extra_splits.items()}}
     split_of = {task: name for name, ids in splits.items() for task in ids}
     read = [read_task(path, split_of.get(path.name, "all")) for path in directories]
     tasks = {task.id: task for task in read}
@@ -183,7 +183,8 @@ def _json_object(path: Path) -> dict[str, object]:
     return value
 
 
-def _ids(value: str | Sequence[str]) -> list[str]:
+def ids_of(value: str | Sequence[str]) -> list[str]:
+    """Return ids as they are, or those of a file with one per line. Raises UsageError without the file."""
     if not isinstance(value, str):
         return list(value)
     try:
