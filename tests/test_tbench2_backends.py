@@ -7,6 +7,10 @@ others need a container. Harbor's own oracle on the same directories, in Podman,
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +21,7 @@ import pytest
 from rollhook.rundir import RunDir
 from rollhook.runtime.oracle import Proofs, TaskProof
 from rollhook.runtime.task_runs import load_parts, proof_recipe, task_source
-from rollhook.testing.parts import needs_part
+from rollhook.testing.parts import find_python, needs_part
 from rollhook.testing.podman import Engine, container_engine
 
 TASKS = Path(__file__).parent / "tb2"
@@ -103,3 +107,52 @@ def test_in_containers(engine: Engine, tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_all_in_containers(engine: Engine, tmp_path: Path) -> None:
     assert verdicts(in_containers(engine, tmp_path, list(VERDICTS))) == VERDICTS
+
+
+HARBOR = ("harbor==0.26.0", "podman-compose>=1.5")
+#: Harbor refuses a network policy on Podman, so this one is left out and the others are told nothing of networks
+NOT_THERE = "no-way-out"
+
+
+@pytest.fixture(scope="module")
+def harbor(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Install Harbor, which wants Python 3.12, into an environment of its own; return its `bin`."""
+    needs_part("python3.12")
+    python = find_python("3.12")
+    assert python is not None
+    venv = tmp_path_factory.mktemp("harbor") / "venv"
+    subprocess.run([python, "-m", "venv", venv], check=True)
+    subprocess.run([venv / "bin/pip", "install", "-q", *HARBOR], check=True)
+    return venv / "bin"
+
+
+@pytest.mark.nightly
+def test_harbors_own_oracle_agrees(engine: Engine, harbor: Path, tmp_path: Path) -> None:
+    assert engine.root is not None, "Harbor drives podman itself: unset DOCKER_HOST"
+    tasks = tmp_path / "tasks"
+    shutil.copytree(TASKS, tasks)
+    shutil.rmtree(tasks / NOT_THERE)
+    for path in tasks.glob("*/task.toml"):
+        lines = path.read_text().splitlines(keepends=True)
+        path.write_text("".join(line for line in lines if not line.startswith("network_mode")))
+    environ = {
+        "PATH": f"{harbor}:{os.environ['PATH']}:/usr/sbin:/sbin",
+        "HOME": str(tmp_path),
+        "CONTAINERS_CONF": str(engine.root / "containers.conf"),
+        "CONTAINERS_STORAGE_CONF": str(engine.root / "storage.conf"),
+        "PODMAN_COMPOSE_PROVIDER": str(harbor / "podman-compose"),
+        "PODMAN_COMPOSE_WARNING_LOGS": "false",
+        "HARBOR_TELEMETRY": "0",
+        "DO_NOT_TRACK": "1",
+    }
+    for agent, column in (("oracle", 0), ("nop", 1)):
+        argv = [harbor / "harbor", "run", "-p", tasks, "-a", agent, "-e", "podman", "-n", "2", "-y", "-q"]
+        argv += ["-o", tmp_path / "jobs", "--job-name", agent]
+        subprocess.run(argv, env=environ, stdin=subprocess.DEVNULL, check=False)
+        theirs = {}
+        for path in (tmp_path / "jobs" / agent).glob("*/result.json"):
+            trial = json.loads(path.read_text())
+            verdict = trial["verifier_result"]
+            theirs[path.parent.name.rpartition("__")[0]] = verdict["rewards"]["reward"] if verdict else None
+        print(agent, theirs)
+        assert theirs == {name: both[column] for name, both in VERDICTS.items() if name != NOT_THERE}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +21,17 @@ def _module(name: str) -> bool:
     return spec is not None and spec.loader is not None and spec.origin is not None
 
 
+def find_python(version: str) -> str | None:
+    """Return an interpreter of a version such as "3.12", of the system or of pyenv; None without one."""
+    found = [shutil.which(f"python{version}")]
+    if root := os.environ.get("PYENV_ROOT"):
+        found += [str(path) for path in sorted(Path(root, "versions").glob(f"{version}.*/bin/python"))]
+    for path in found:
+        if path and subprocess.run([path, "--version"], capture_output=True, check=False).returncode == 0:
+            return path
+    return None
+
+
 #: part -> (is it here?, how to get it); any other name is that of a module
 PARTS: dict[str, tuple[Callable[[], bool], str]] = {
     "bubblewrap": (_program("bwrap"), "apt-get install bubblewrap"),
@@ -28,6 +40,7 @@ PARTS: dict[str, tuple[Callable[[], bool], str]] = {
     "root": (lambda: os.geteuid() == 0, "run the tests as root"),
     "user": (lambda: os.geteuid() != 0, "run the tests as an ordinary user"),
     "nvidia": (lambda: any(Path("/dev").glob("nvidia[0-9]*")), "a machine with an NVIDIA device"),
+    "python3.12": (lambda: find_python("3.12") is not None, "install Python 3.12, by pyenv for one"),
     "cgroup2": (
         lambda: os.access("/sys/fs/cgroup/cgroup.procs", os.W_OK),
         "a cgroup v2 tree that this user may write to",
