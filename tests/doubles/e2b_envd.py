@@ -239,7 +239,7 @@ async def _events(
         if is_cut(event):
             _abort(request)
             return
-        if "end" in event and hint.get("deadline") == "error":
+        if event.get("end", {}).get("exitCode") == -1 and hint.get("deadline") == "error":
             error = {"code": "deadline_exceeded", "message": "context deadline exceeded"}
             await response.write(_frame({"error": error}, 2))
             return

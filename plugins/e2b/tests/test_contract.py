@@ -2,38 +2,35 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import pytest
-from doubles import machines
-from doubles.client import Double, vendors
 
-from rollhook.component import BuildContext
 from rollhook.testing.sandbox import SandboxContract
 from rollhook.testing.sandbox_case import MakeBackend
-from rollhook_e2b import E2BConfig
-from rollhook_e2b.backend import E2BSandboxes
-
-pytest.importorskip("e2b", reason="needs the E2B SDK (pip install 'e2b>=2.53,<3')")
-pytestmark = pytest.mark.skipif(
-    bool(machines.available()), reason=f"needs bubblewrap: {machines.available()}"
-)
-
-
-@pytest.fixture(scope="module")
-def double() -> Iterator[Double]:
-    with vendors() as running:
-        yield running
+from rollhook.testing.sandbox_leaks import NoLeakContract
 
 
 class TestE2B(SandboxContract):
     @pytest.fixture
-    def make_backend(self, double: Double, tmp_path: Path) -> MakeBackend:
-        urls = {"api_url": double.url("e2b_api"), "sandbox_url": double.url("e2b_envd")}
-        config = E2BConfig.model_validate(urls)
-        context = BuildContext(
-            logging.getLogger("test"), tmp_path, tmp_path / "cache", secret=lambda reference: double.key
-        )
-        return lambda: E2BSandboxes(config, context)
+    def make_backend(self, make_e2b: Any) -> MakeBackend:
+        return lambda: make_e2b()  # noqa: PLW0108 - takes nothing
+
+    @pytest.mark.nightly
+    async def test_a_gibibyte_of_output_does_not_grow_memory(self, make_backend: MakeBackend) -> None:
+        await super().test_a_gibibyte_of_output_does_not_grow_memory(make_backend)
+
+
+class TestE2BLeaksNothing(NoLeakContract):
+    kills: ClassVar[int] = 2
+
+    @pytest.fixture
+    def sandbox_use(self, double: Any, monkeypatch: pytest.MonkeyPatch) -> Mapping[str, Any]:
+        monkeypatch.setenv("E2B_API_KEY", double.key)
+        return {
+            "use": "e2b",
+            "api_url": double.url("e2b_api"),
+            "sandbox_url": double.url("e2b_envd"),
+            "api_key": "env:E2B_API_KEY",
+        }

@@ -28,6 +28,8 @@ T = TypeVar("T")
 _PAGE = 100
 #: beyond the SDK's own limit, in seconds
 _GRACE = 5.0
+#: before each question whether a sandbox runs whose envd does not answer though the service says so
+_ASK_AGAIN = (0.0, 0.3, 1.0)
 #: of one argument of a program, in bytes (the kernel takes 128 KiB)
 MOST_TEXT = 120 << 10
 
@@ -191,14 +193,19 @@ class Service:
         )
 
     async def running(self, box: Any) -> bool:
-        """Return whether commands can be run; the API is asked where the sandbox itself does not answer."""
-        try:
-            if await self.call(f"sandbox {box.sandbox_id}: asking", box.is_running()):
-                return True
-            info = await self.call(f"sandbox {box.sandbox_id}: asking", self._box.get_info(box.sandbox_id))
-        except SandboxDead:
-            return False
-        return bool(info.state == self._sdk.SandboxState.RUNNING)
+        """Return whether commands can be run: its envd answers, if need be a moment later."""
+        what = f"sandbox {box.sandbox_id}: asking"
+        for pause in _ASK_AGAIN:
+            await asyncio.sleep(pause)
+            try:
+                if await self.call(what, box.is_running()):
+                    return True
+                info = await self.call(what, self._box.get_info(box.sandbox_id))
+            except SandboxDead:
+                return False
+            if info.state != self._sdk.SandboxState.RUNNING:
+                return False
+        return False
 
     # inside
 
