@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-import socketio
+import socketio  # type: ignore[import-untyped]
 from aiohttp import web
 
 from doubles.faults import watch
@@ -239,10 +239,11 @@ class Daytona:
 def problem(status: int, message: str, **more: Any) -> web.HTTPException:
     """Return an error as the API words it."""
     body = {"statusCode": status, "message": message, **more}
-    known = {400: web.HTTPBadRequest, 401: web.HTTPUnauthorized, 403: web.HTTPForbidden}
+    known: dict[int, Any] = {400: web.HTTPBadRequest, 401: web.HTTPUnauthorized, 403: web.HTTPForbidden}
     known |= {404: web.HTTPNotFound, 408: web.HTTPRequestTimeout, 409: web.HTTPConflict}
     known |= {429: web.HTTPTooManyRequests, 502: web.HTTPBadGateway}
-    return known[status](text=json.dumps(body), content_type="application/json")
+    error: web.HTTPException = known[status](text=json.dumps(body), content_type="application/json")
+    return error
 
 
 def _iso(seconds: float) -> str:
@@ -271,7 +272,7 @@ def make_app(world: World) -> web.Application:
     sio = socketio.AsyncServer(async_mode="aiohttp", cors_allowed_origins="*")
     sio.attach(app, socketio_path="/api/socket.io")
 
-    @sio.event
+    @sio.event  # type: ignore[untyped-decorator]
     async def connect(sid: str, environ: Any, auth: dict[str, Any]) -> bool:
         return world.options.events and (auth or {}).get("token") == world.key
 
@@ -288,7 +289,8 @@ def _sandbox_routes(plane: Daytona) -> web.RouteTableDef:
 
     @routes.post("/api/sandbox")
     async def create(request: web.Request) -> web.Response:
-        return web.json_response(plane.json(plane.create(await request.json())))
+        body = request["entry"]["body"] = await request.json()
+        return web.json_response(plane.json(plane.create(body)))
 
     @routes.get("/api/sandbox")
     async def listing(request: web.Request) -> web.Response:

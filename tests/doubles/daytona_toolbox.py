@@ -72,7 +72,7 @@ def add_toolbox(app: web.Application, plane: Daytona) -> None:
         path = ""
         async for part in await request.multipart():
             assert part.name is not None  # type: ignore[union-attr]
-            data = bytes(await part.read(decode=False))  # type: ignore[union-attr, call-arg]
+            data = bytes(await part.read(decode=False))  # type: ignore[union-attr]
             if part.name.endswith(".path"):  # type: ignore[union-attr]
                 path = data.decode()
                 continue

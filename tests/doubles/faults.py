@@ -127,7 +127,7 @@ def watch(world: World, surface: str) -> Any:
         rule = await world.faults.match(surface, request) or {}
         if rule:
             entry["fault"] = {name: value for name, value in rule.items() if name not in ("hits", "skip")}
-        request["hint"] = rule.get("hint")
+        request["hint"], request["entry"] = rule.get("hint"), entry
         try:
             response = await _apply(world, rule, request, handler)
         except web.HTTPException as error:
@@ -159,7 +159,7 @@ async def _apply(
         done, _ = await asyncio.wait({effect}, timeout=rule["cut"])
         if not done:
             return _reset(request)
-        response = effect.result()
+        response: web.StreamResponse = effect.result()
     else:
         response = await _answer(request, handler)
     await asyncio.sleep(rule.get("delay_after", 0))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import secrets
 import signal
 import socket
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,7 +32,12 @@ async def serve(directory: Path) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stop.set)
-    loop.add_reader(sys.stdin, lambda: sys.stdin.buffer.raw.read(4096) or stop.set())  # type: ignore[attr-defined]
+
+    def heard() -> None:
+        if not os.read(0, 4096):
+            stop.set()
+
+    loop.add_reader(0, heard)
     sockets = {name: socket.create_server(("127.0.0.1", 0), backlog=1024) for name in SURFACES}
     world.urls |= {name: f"http://127.0.0.1:{sock.getsockname()[1]}" for name, sock in sockets.items()}
     runners = []

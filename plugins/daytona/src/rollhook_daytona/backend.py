@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 from rollhook.component import BuildContext
 from rollhook.errors import SandboxDead, SandboxError
@@ -49,7 +49,6 @@ class DaytonaSandboxes(SandboxBackend):
             "user",
         }
     )
-    gaps: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, config: DaytonaConfig, context: BuildContext) -> None:
         super().__init__(config, context)
@@ -106,6 +105,10 @@ class DaytonaSandboxes(SandboxBackend):
             if self._rest is None:
                 self._rest = Rest(self.config.api_url, key, self.config.request_seconds)
         return self._rest
+
+    def translate(self, error: Exception, what: str) -> SandboxError:
+        """Return what an error means; see `rollhook_daytona.errors`."""
+        return translate(error, what, key=self._key, quota_wait=self.config.quota_wait_seconds)
 
     # making
 
@@ -171,7 +174,7 @@ class DaytonaSandboxes(SandboxBackend):
 
     async def _explain(self, error: Exception, nonce: str) -> SandboxError:
         """Return what a create's failure means; a failed build is the caller's, with the end of its log."""
-        failure = translate(error, "making a sandbox", quota_wait=self.config.quota_wait_seconds)
+        failure = self.translate(error, "making a sandbox")
         if isinstance(failure, SandboxDead):  # 404: what it is made of, or it died at once
             failure = SandboxError(str(failure), kind="user")
         status = getattr(error, "status_code", None)
@@ -207,7 +210,7 @@ class DaytonaSandboxes(SandboxBackend):
         except SandboxError:
             raise
         except Exception as error:
-            raise translate(error, "attaching to a sandbox") from error
+            raise self.translate(error, "attaching to a sandbox") from error
 
     # finding and deleting
 

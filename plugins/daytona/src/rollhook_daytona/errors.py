@@ -34,15 +34,16 @@ class RefusedForNow(SandboxError):  # noqa: N818 - a state of the service
         self.retry_after = retry_after
 
 
-def translate(error: BaseException, what: str, *, quota_wait: float = 20.0) -> SandboxError:
+def translate(error: BaseException, what: str, *, key: str, quota_wait: float = 20.0) -> SandboxError:
     """Return the error to raise for one of the SDK or of HTTP; `what` was being done.
 
-    404 is SandboxDead: whoever names no sandbox of its own must judge it before.
+    `key` is never repeated, should the service do so. 404 is SandboxDead: whoever names no sandbox of its
+    own must judge it before.
     """
     if isinstance(error, SandboxError):
         return error
     status: int | None = getattr(error, "status_code", None) or getattr(error, "status", None)
-    text = f"Daytona, {what}: {_said(error)}"
+    text = f"Daytona, {what}: {_said(error, key)}"
     if status == 429 or type(error).__name__ == "DaytonaRateLimitError":
         return RefusedForNow(text, retry_after(getattr(error, "headers", None) or {}, 1.0))
     if status in (400, 402, 403, 409, 422) and _QUOTA.search(text) and not _NEVER.search(text):
@@ -54,12 +55,9 @@ def translate(error: BaseException, what: str, *, quota_wait: float = 20.0) -> S
     return SandboxError(text, kind="user" if status in (400, 401, 402, 403, 422) else "retryable")
 
 
-def http_error(status: int, body: str, headers: Mapping[str, str], what: str) -> SandboxError:
-    """Return the error for an answer that was no success."""
-    return translate(_Answer(status, body, headers), what)
+class Refusal(Exception):  # noqa: N818 - an answer that is judged like an error
+    """An HTTP answer that was no success."""
 
-
-class _Answer(Exception):  # noqa: N818 - an answer that is judged like an error
     def __init__(self, status: int, body: str, headers: Mapping[str, str]) -> None:
         message = re.search(r'"message"\s*:\s*"((?:[^"\\]|\\.)*)"', body)
         super().__init__(f"HTTP {status}: {message[1] if message else body}")
@@ -80,8 +78,10 @@ def retry_after(headers: Mapping[str, Any], default: float) -> float:
     return min(max(wanted), 3600.0) if wanted else default
 
 
-def _said(error: BaseException) -> str:
+def _said(error: BaseException, key: str) -> str:
     if isinstance(error, (TimeoutError, asyncio.TimeoutError)) and not str(error):
         return "no answer in time"
     text = " ".join(str(error).split()) or type(error).__name__
+    if key:
+        text = text.replace(key, "***")
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."

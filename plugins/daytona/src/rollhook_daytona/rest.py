@@ -17,7 +17,7 @@ import aiohttp
 
 from rollhook.errors import SandboxDead, SandboxError
 from rollhook.sandbox import SandboxInfo
-from rollhook_daytona.errors import http_error, translate
+from rollhook_daytona.errors import Refusal, translate
 
 _PAGE = 100
 #: the SDK adds it to every sandbox
@@ -30,6 +30,7 @@ class Rest:
 
     def __init__(self, api_url: str, key: str, request_seconds: float) -> None:
         self._url = api_url
+        self._key = key
         self._session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {key}", "X-Daytona-Source": "rollhook"},
             timeout=aiohttp.ClientTimeout(total=request_seconds),
@@ -114,10 +115,10 @@ class Rest:
             async with self._session.request(method, self._url + path, params=query) as answer:
                 body = await answer.text(errors="replace")
                 if answer.status >= 400:
-                    raise http_error(answer.status, body, answer.headers, what)
+                    raise Refusal(answer.status, body, answer.headers)
                 return json.loads(body) if body else {}
-        except (aiohttp.ClientError, TimeoutError, ValueError, OSError) as error:
-            raise translate(error, what) from error
+        except (Refusal, aiohttp.ClientError, TimeoutError, ValueError, OSError) as error:
+            raise translate(error, what, key=self._key) from error
 
     async def aclose(self) -> None:
         """Close the session."""

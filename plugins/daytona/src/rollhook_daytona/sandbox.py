@@ -12,7 +12,6 @@ from rollhook.errors import SandboxDead, SandboxError
 from rollhook.sandbox import SandboxSpec
 from rollhook.sandbox.detached import DetachedTimes
 from rollhook.sandbox.detached_sandbox import DetachedSandbox
-from rollhook_daytona.errors import translate
 
 if TYPE_CHECKING:
     from rollhook_daytona.backend import DaytonaSandboxes
@@ -75,7 +74,7 @@ class DaytonaSandbox(DetachedSandbox):
             async with self._backend.requests, asyncio.timeout(limit):
                 return await request()
         except Exception as error:
-            translated = translate(error, what)
+            translated = self._backend.translate(error, what)
             if isinstance(translated, SandboxDead) or not await self._may_live():
                 raise SandboxDead(f"sandbox {self.id} is gone ({translated})") from error
             if translated.kind == "user" and "401" not in str(error):
