@@ -39,6 +39,19 @@ class Adopting(ScriptedBackend):
         return self.live[sandbox_id]
 
 
+class FaultyRaw(NeedyRaw):
+    """One whose touches fail as `errors` says."""
+
+    def __init__(self, sandbox_id: str, spec: SandboxSpec) -> None:
+        super().__init__(sandbox_id, spec)
+        self.errors: list[Exception] = []
+
+    async def touch(self) -> None:
+        await super().touch()
+        if self.errors:
+            raise self.errors.pop(0)
+
+
 class Priced(ScriptedBackend):
     """One whose price is known for sandboxes of known size."""
 
@@ -475,6 +488,92 @@ async def test_sandboxes_that_need_it_are_kept_alive() -> None:
     ticks.put_nowait(None)
     await settle()
     assert raw.touches == 3
+    await bench.close()
+
+
+async def test_a_touch_that_fails_is_made_again_but_for_a_dead_sandbox() -> None:
+    """Row 88: beats at an interval, on one task however many sandboxes, and an end to them."""
+    ticks: asyncio.Queue[None] = asyncio.Queue()
+
+    async def sleep(seconds: float) -> None:
+        await ticks.get()
+
+    async def beat() -> None:
+        ticks.put_nowait(None)
+        await settle()
+
+    bench = Bench(sleep=sleep)
+    bench.backend.raw = FaultyRaw
+    for number in range(3):
+        await bench.pool.acquire(SPEC, episode_id=f"e{number}")
+    unwell, dead, well = bench.backend.live.values()
+    unwell.errors = [OSError("unreachable")] * 5
+    dead.errors = [SandboxDead("it is gone")]
+    for _ in range(6):
+        await beat()
+    assert (unwell.touches, dead.touches, well.touches) == (6, 1, 6)
+    before = asyncio.all_tasks()
+    assert sum(task.get_name() == "sandbox keepalive" for task in before) == 1
+    await bench.close()
+    assert not any(task.get_name() == "sandbox keepalive" for task in asyncio.all_tasks())
+
+
+async def test_one_that_cannot_be_deleted_is_not_kept_alive() -> None:
+    """Row 87: the reference's heartbeat keeps a sandbox alive whose close has failed."""
+    ticks: asyncio.Queue[None] = asyncio.Queue()
+
+    async def sleep(seconds: float) -> None:
+        if seconds == 60.0:
+            await ticks.get()
+        else:
+            await asyncio.sleep(0)
+
+    bench = Bench(sleep=sleep)
+    bench.backend.raw = NeedyRaw
+    sandbox = await bench.pool.acquire(SPEC, episode_id="e1")
+    raw = bench.backend.live[sandbox.id]
+    bench.backend.delete_errors = [OSError("unreachable")] * 2
+    await bench.pool.release(sandbox)
+    ticks.put_nowait(None)
+    await settle()
+    assert raw.touches == 0
+    assert bench.backend.live == {}, "two failed closes are followed by a third"
+    await bench.close()
+
+
+async def test_cancelled_before_its_turn_nothing_is_asked_for_and_nothing_stays() -> None:
+    """Row 86: one that waits for a place leaves neither a task nor a lease behind."""
+    bench = Bench(create_concurrency=1)
+    gate = asyncio.Event()
+    bench.backend.plan = [hold(gate)]
+    first = bench.start("e1")
+    await settle()
+    before = asyncio.all_tasks()
+    waiting = [bench.start(f"w{number}") for number in range(5)]
+    await settle()
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    await settle()
+    assert asyncio.all_tasks() == before
+    assert len(bench.backend.specs) == 1
+    gate.set()
+    await first
+    await bench.close()
+
+
+async def test_a_quota_is_waited_for_beyond_the_tries() -> None:
+    bench = Bench(create_retries=2)
+    quota = ThrottledError("20 sandboxes at once are all that you may have")
+    quota.retry_after, quota.wait = 20.0, True  # type: ignore[attr-defined]
+    slow = ThrottledError("slow down")
+    bench.backend.plan = [fail(quota)] * 30 + [fail(slow)] * 2
+    sandbox = await bench.pool.acquire(SPEC, episode_id="e1")
+    assert bench.time.now >= 1000.0 + 30 * 20.0
+    bench.backend.plan = [fail(quota)] * 5 + [fail(slow)] * 3
+    with pytest.raises(SandboxError, match="no sandbox after 8 tries: ThrottledError: slow down"):
+        await bench.pool.acquire(SPEC, episode_id="e2")
+    await bench.pool.release(sandbox)
     await bench.close()
 
 

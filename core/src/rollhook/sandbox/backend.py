@@ -229,7 +229,11 @@ class SandboxBackend(ABC):
         return prices.per_second(spec.cpus, spec.memory_bytes) if isinstance(prices, Prices) else None
 
     def retryable(self, error: Exception) -> bool:
-        """Return whether a create that failed so may succeed if tried again (throttled, unreachable)."""
+        """Return whether a create that failed so may succeed if tried again (throttled, unreachable).
+
+        The error may carry `retry_after`, seconds until then, and `wait`, true for a quota that other
+        sandboxes free again as they end: such a try does not count, the episode's deadline ends it.
+        """
         return False
 
     def ambiguous(self, error: Exception) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from rollhook.errors import BudgetExceeded, RollhookError, SandboxError
+from rollhook.errors import BudgetExceeded, RollhookError, SandboxDead, SandboxError
 from rollhook.failpoints import fail
 from rollhook.sandbox.accounts import Accounts
 from rollhook.sandbox.backend import RawSandbox, SandboxBackend, SandboxSpec
@@ -39,6 +39,8 @@ class _Live:
     strays: bool
     #: a second of it; None: not known
     price: float | None = None
+    #: its provider said so when it was kept alive
+    dead: bool = False
 
     @property
     def lifetime(self) -> float | None:
@@ -52,6 +54,8 @@ class _Try:
 
     lease: Lease
     tries: int = 0
+    #: of these, those that a quota refused
+    refused: int = 0
     call: asyncio.Task[RawSandbox] | None = None
     #: whether a try may have made a sandbox that nobody has the id of
     strays: bool = False
@@ -64,9 +68,9 @@ class SandboxPool:
 
     `create_concurrency` creates are under way at most; one that waits to try again holds no place. `rate`
     limits how fast they begin. `create_retries` is the number of further tries of a create that the backend
-    calls retryable. A create that may have made a sandbox though it failed is looked for by the nonce of its
-    lease, and adopted where the backend can. `warm` sandboxes at most are kept created ahead, for the specs
-    that were asked for last.
+    calls retryable; a try that a quota refused (`wait` of the error) does not count. A create that may have
+    made a sandbox though it failed is looked for by the nonce of its lease, and adopted where the backend
+    can. `warm` sandboxes at most are kept created ahead, for the specs that were asked for last.
     """
 
     def __init__(  # noqa: PLR0913 - the last five are for tests
@@ -268,7 +272,8 @@ class SandboxPool:
                 state.strays = state.strays or lost
                 if lost and (adopted := await self._recover(spec, state)) is not None:
                     return adopted
-                if state.tries > self._retries or not self.backend.retryable(error):
+                state.refused += getattr(error, "wait", False)
+                if state.tries - state.refused > self._retries or not self.backend.retryable(error):
                     self._counts["failures"] += 1
                     raise _create_failed(error, state.tries) from error
                 logger.info("creating a sandbox failed (try %d): %s", state.tries, error)
@@ -365,14 +370,16 @@ class SandboxPool:
     async def _touch_all(self) -> None:
         while True:
             await self._sleep(self._times.keepalive)
-            alive = [*self._live.values(), *self._warm]
+            alive = [live for live in (*self._live.values(), *self._warm) if not live.dead]
             await asyncio.gather(*(self._touch(live) for live in alive))
 
     async def _touch(self, live: _Live) -> None:
         try:
             async with asyncio.timeout(self._times.keepalive):
                 await live.raw.touch()
-        except Exception as error:  # noqa: BLE001 - a dead one is found out by its episode
+        except SandboxDead:
+            live.dead = True
+        except Exception as error:  # noqa: BLE001 - the next one may do
             logger.info("sandbox %s could not be kept alive: %s", live.raw.id, error)
 
     # deleting
