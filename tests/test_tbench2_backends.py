@@ -110,7 +110,7 @@ def test_all_in_containers(engine: Engine, tmp_path: Path) -> None:
 
 
 HARBOR = ("harbor==0.26.0", "podman-compose>=1.5")
-#: Harbor refuses a network policy on Podman, so this one is left out and the others are told nothing of networks
+#: Harbor refuses a network policy on Podman: this one is left out, and the others say nothing of networks
 NOT_THERE = "no-way-out"
 
 

@@ -73,8 +73,6 @@ class GatedBox:
 
 
 class GatedPool:
-    backend = type("Backend", (), {"capabilities": frozenset()})()
-
     def __init__(self, gates: Gates) -> None:
         self._gates = gates
 

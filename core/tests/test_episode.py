@@ -34,8 +34,6 @@ class FakeBox:
 
 
 class FakePool:
-    backend = SimpleNamespace(capabilities=frozenset({"image"}))
-
     def __init__(self, log, fail=None):
         self.log, self.fail = log, fail
 

@@ -86,7 +86,8 @@ class Phase(ABC):
     observation: Observation
     #: the box whose sandbox the agent gets; None: the agent gets none
     box: str | None = None
-    tools: Tools | None = None
+    #: Tools; for the tools agent also a FastMCP server, or a connected client of one
+    tools: Tools | Any | None = None
     #: user of the agent's commands; None: that of the box (`SandboxSpec.user`)
     user: str | None = None
     #: seconds of `agent` and `verify` in this phase; what is more than the task's has no effect
@@ -146,16 +147,10 @@ class Environment(ABC):
     #: False: `verify` only awaits work inside a sandbox, so it may run on the runtime's own event loop;
     #: True: it may compute, so it runs on a thread of its own that is left behind past its limit
     verifies_apart: ClassVar[bool] = True
-    #: what the sandboxes of the episodes can do, as `suit` was told
-    sandbox_capabilities: frozenset[str] = frozenset()
 
     def __init__(self, config: Any, context: BuildContext) -> None:
         self.config = config
         self.context = context
-
-    def suit(self, sandbox_capabilities: frozenset[str]) -> None:
-        """Take note of what sandboxes can do, before any episode is made; no I/O."""
-        self.sandbox_capabilities = sandbox_capabilities
 
     @abstractmethod
     def tasks(self, split: str | None = None) -> Sequence[Task]:
@@ -170,7 +165,10 @@ class Environment(ABC):
         """Return a fresh single-use episode; no I/O. `ctx.boxes` fills after its `boxes` were read."""
 
     def problems(self, sandbox_capabilities: frozenset[str]) -> Sequence[str]:
-        """Return why this environment cannot run on a sandbox with these capabilities; empty: it can."""
+        """Return why this environment cannot run on a sandbox with these capabilities; empty: it can.
+
+        Called before any episode is made; those made afterwards may suit what the sandbox can do.
+        """
         return ()
 
     def lint(self, task: Task) -> Sequence[str]:

@@ -33,7 +33,7 @@ def write_task(root: Path, toml: str, **files: str) -> Path:
 def environment(task: Path, capabilities: frozenset[str], **keys: object) -> TBench2:
     context = dataclasses.replace(build_context(), secret=resolve_secret)
     made = TBench2(TBench2Config(tasks_dir=str(task), **keys), context)  # type: ignore[arg-type]
-    made.suit(capabilities)
+    made.problems(capabilities)
     return made
 
 

@@ -41,7 +41,7 @@ def write_task(root: Path, **files: str) -> Path:
 async def judge(task: Path, local_box: OpenBox, *commands: str, solve: bool = False) -> Verdict:
     """Run an episode as the runtime does, with an agent that runs these commands."""
     environment = TBench2(TBench2Config(tasks_dir=str(task)), build_context())
-    environment.suit(frozenset({"isolation", "network_off", "user"}))
+    environment.problems(frozenset({"isolation", "network_off", "user"}))
     boxes: dict[str, Sandbox] = {}
     (only,) = environment.tasks()
     assert only.problem is None

@@ -25,7 +25,7 @@ from rollhook.runtime.course import Course
 from rollhook.runtime.generated import Generated, generated
 from rollhook.runtime.live import Live
 from rollhook.runtime.verifier import VerifierTimeoutError, verify_apart, verify_here
-from rollhook.runtime.views import Boxes, Recorder, RemainingBudget
+from rollhook.runtime.views import Boxes, OnAgentClock, Recorder, RemainingBudget
 from rollhook.sandbox.agent_view import AgentSandbox
 from rollhook.session.outside import OutsideSession
 
@@ -100,8 +100,6 @@ class EpisodeRunner:
         self.live = live or Live()
         self._now = now
         self._reported: set[tuple[object, ...]] = set()
-        if pool is not None:
-            environment.suit(pool.backend.capabilities)
 
     async def run(self, request: EpisodeRequest) -> EpisodeResult:
         """Run one episode; every failure becomes its outcome, only cancellation passes through.
@@ -297,6 +295,7 @@ class EpisodeRunner:
             episode_id=request.episode_id,
             endpoint=self._endpoint(session, clock, course),
             note=course.notes.update,
+            on_clock=OnAgentClock(clock, self._now),
         )
         with self._timed(course, "agent", None):
             try:

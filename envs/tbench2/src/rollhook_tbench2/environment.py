@@ -38,6 +38,7 @@ class TBench2(Environment):
         super().__init__(config, context)
         self._read: TaskSet | None = None
         self._values: dict[str, str] = {}
+        self._ground = Ground(frozenset(), config.floor, self._value)
 
     def tasks(self, split: str | None = None) -> Sequence[Task]:
         """Return the tasks of a split in its order; `all` or None: every task, by name."""
@@ -53,11 +54,11 @@ class TBench2(Environment):
         return [found.tasks[task] for task in found.splits[split]]
 
     def problems(self, sandbox_capabilities: frozenset[str]) -> Sequence[str]:
-        """Return which tasks this sandbox cannot run and why; a policy that it cannot keep is one reason."""
-        ground = self._ground(sandbox_capabilities)
+        """Return which tasks this sandbox cannot run and why; episodes made later suit what it can do."""
+        self._ground = Ground(sandbox_capabilities, self.config.floor, self._value)
         reasons: dict[str, list[str]] = {}
         for task in self._task_set().tasks.values():
-            if task.problem is None and (why := refusal(task.payload, ground, self.config.host_env)):
+            if task.problem is None and (why := refusal(task.payload, self._ground, self.config.host_env)):
                 reasons.setdefault(why, []).append(task.id)
         return [f"{_named(tasks)}: {why}" for why, tasks in reasons.items()]
 
@@ -69,8 +70,7 @@ class TBench2(Environment):
         if prompt is None:
             prompt = str(self._task_set().about.get("system_prompt", SYSTEM_PROMPT))
         limit = self.config.artifact_mb * 2**20
-        ground = self._ground(self.sandbox_capabilities)
-        return TBench2Episode(task.payload, ctx, prompt, self.config.reward_key, ground, limit)
+        return TBench2Episode(task.payload, ctx, prompt, self.config.reward_key, self._ground, limit)
 
     def lint(self, task: Task) -> Sequence[str]:
         """Return what is doubtful about a task's files."""
@@ -106,9 +106,6 @@ class TBench2(Environment):
                 root = Path(self.config.tasks_dir).expanduser().absolute()
                 self._read = read_task_set(root, self.config.splits)
         return self._read
-
-    def _ground(self, capabilities: frozenset[str]) -> Ground:
-        return Ground(capabilities, self.config.floor, self._value)
 
     def _value(self, name: str) -> str | None:
         """Return what a task's `${name}` stands for, which the recipe says by reference."""
