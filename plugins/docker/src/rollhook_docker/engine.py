@@ -7,7 +7,7 @@ import json
 import os
 import re
 import ssl
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,7 +160,9 @@ class Engine:
             yield
         except aiodocker.DockerError as error:
             if error.status == _UNREACHABLE:
-                raise self._lost(what, error.message) from error
+                cause = error.__context__
+                why = getattr(cause, "strerror", None) or str(cause or error.message)
+                raise self._lost(what, why) from error
             raise self._refused(what, error.status, error.message) from error
         except (aiohttp.ClientError, ConnectionError, FileNotFoundError, TimeoutError) as error:
             raise self._lost(what, str(error) or type(error).__name__) from error
@@ -175,6 +177,30 @@ class Engine:
         text = f"asked for {what}, the container engine at {self.where.shown} gives no answer: {why}"
         return EngineApiError(text, status=0, kind="retryable")
 
+    @asynccontextmanager
+    async def answer(
+        self, what: str, path: str, method: str = "GET", **options: Any
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Send a request and give the answer, whose body is the block's to read, or to leave."""
+        async with self.asked(what), self.client._query(path, method, **options) as response:
+            try:
+                yield response
+            finally:
+                response.close()
+
+    async def make(self, what: str, path: str, log: Callable[[str], None], **options: Any) -> None:
+        """Send a request that makes an image, and follow what is told of it, a line of JSON at a time."""
+        patient = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS)
+        rest = b""
+        async with self.answer(what, path, "POST", timeout=patient, **options) as response:
+            async for piece in response.content.iter_any():
+                *lines, rest = (rest + piece).split(b"\n")
+                for line in filter(None, map(bytes.strip, lines)):
+                    told = json.loads(line)
+                    log(str(told.get("stream") or told.get("status") or ""))
+                    if said := told.get("error") or told.get("errorDetail"):
+                        raise self._refused(what, 500, str(said))
+
     @property
     def name(self) -> str:
         """What it calls itself: "Podman Engine", for one."""
@@ -187,11 +213,8 @@ class Engine:
         Podman looks by itself when it is given names of columns; with options it would run `ps` inside. It
         does not mark its answer as JSON.
         """
-        columns = "pid,args" if "podman" in self.name.lower() else "-eo pid,args"
-        async with (
-            self.asked("its processes"),
-            self.client._query(f"containers/{container_id}/top", params={"ps_args": columns}) as response,
-        ):
+        columns = {"ps_args": "pid,args" if "podman" in self.name.lower() else "-eo pid,args"}
+        async with self.answer("its processes", f"containers/{container_id}/top", params=columns) as response:
             rows = json.loads(await response.read())["Processes"]
         return [(int(pid), " ".join(command)) for pid, *command in rows]
 
@@ -250,6 +273,7 @@ class Engine:
         """Close the connections."""
         await self.client.close()
         await self.client.session.close()
+        await asyncio.sleep(0)  # transports end in the loop's next turn
 
 
 def _sdk() -> Any:

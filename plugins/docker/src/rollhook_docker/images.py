@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import fcntl
 import hashlib
+import json
 import os
 import tempfile
 from collections import deque
@@ -86,23 +88,30 @@ class Images:
                 f"the container engine has no image {name}, and `pull: never` forbids fetching it",
                 kind="user",
             )
-        registry = _registry(name)
-        auth = None
-        if reference := self._config.registry_auth.get(registry):
-            user, _, password = self._secret(str(reference)).partition(":")
-            auth = {"username": user, "password": password}
-            if "/" not in name or registry == "docker.io":
-                name = _with_registry(name)
         try:
-            async with asyncio.timeout(limit), self._engine.asked(f"the image {name}"):
-                async for _ in self._engine.client.images.pull(name, auth=auth, stream=True):
-                    pass
+            async with asyncio.timeout(limit):
+                await self._engine.make(
+                    f"the image {name}",
+                    "images/create",
+                    lambda _: None,
+                    params={"fromImage": _with_tag(name)},
+                    headers=self._login(_registry(name)),
+                )
         except EngineApiError as error:
             if error.kind != "retryable" and any(word in str(error).lower() for word in _USER):
                 raise SandboxError(str(error), kind="user") from error
             raise
         except TimeoutError:
             raise SandboxError(f"the image {name} was not fetched within {limit:g} s", kind="user") from None
+
+    def _login(self, registry: str) -> dict[str, str]:
+        """Return the header that carries a user and a password for a registry, if the recipe names one."""
+        reference = self._config.registry_auth.get(registry)
+        if reference is None:
+            return {}
+        user, _, password = self._secret(str(reference)).partition(":")
+        auth = {"username": user, "password": password, "serveraddress": registry}
+        return {"X-Registry-Auth": base64.urlsafe_b64encode(json.dumps(auth).encode()).decode()}
 
     async def _there(self, name: str) -> bool:
         try:
@@ -138,8 +147,15 @@ class Images:
                     stream = cast(BinaryIO, archive)
                     await asyncio.to_thread(_pack, dockerfile, root, stream)
                     stream.seek(0)
-                    async with asyncio.timeout(limit), self._engine.asked("a build"):
-                        await self._run_build(name, stream, log)
+                    async with asyncio.timeout(limit):
+                        await self._engine.make(
+                            "a build",
+                            "build",
+                            log.append,
+                            params={"t": name, "dockerfile": _DOCKERFILE, "rm": "1", "forcerm": "1"},
+                            headers={"Content-Type": "application/x-tar"},
+                            data=_pieces(stream),
+                        )
             except TimeoutError:
                 raise SandboxError(
                     f"the image was not built within {limit:g} s; its log ends: {_tail(log)}", kind="user"
@@ -154,14 +170,6 @@ class Images:
                 raise SandboxError(
                     f"the build of the image broke off; its log ends: {_tail(log)}", kind="retryable"
                 )
-
-    async def _run_build(self, name: str, archive: BinaryIO, log: deque[str]) -> None:
-        lines = self._engine.client.images.build(
-            fileobj=archive, encoding="identity", path_dockerfile=_DOCKERFILE, tag=name,
-            forcerm=True, stream=True,
-        )  # fmt: skip
-        async for line in lines:
-            log.append(str(line.get("stream") or line.get("status") or ""))
 
     async def aclose(self) -> None:
         """Break off what is being made."""
@@ -235,10 +243,14 @@ def _registry(name: str) -> str:
     return first if slash and ("." in first or ":" in first or first == "localhost") else "docker.io"
 
 
-def _with_registry(name: str) -> str:
-    if name.startswith("docker.io/"):
-        return name
-    return f"docker.io/{name}" if "/" in name else f"docker.io/library/{name}"
+def _with_tag(name: str) -> str:
+    """Name one image: without a tag or a digest, the engine would fetch every tag."""
+    return name if ":" in name.rpartition("/")[2] or "@" in name else f"{name}:latest"
+
+
+async def _pieces(stream: BinaryIO) -> AsyncIterator[bytes]:
+    while piece := await asyncio.to_thread(stream.read, _PIECE):
+        yield piece
 
 
 def _tail(log: deque[str]) -> str:

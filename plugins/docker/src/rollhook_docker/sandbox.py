@@ -165,16 +165,12 @@ class DockerSandbox(RawSandbox):
         at = path
         for _ in range(_LINKS):
             try:
-                async with (
-                    self._engine.asked(path),
-                    self._engine.client._query(
-                        f"containers/{self.id}/archive", params={"path": at}
-                    ) as response,
-                ):
+                async with self._engine.answer(
+                    path, f"containers/{self.id}/archive", params={"path": at}
+                ) as response:
                     stat = Stat.parse(response.headers["X-Docker-Container-Path-Stat"])
                     if stat.link and stat.target not in ("", at):
                         at = stat.target
-                        response.close()
                         continue
                     _check_readable(path, stat, limit)
                     archive = bytearray()
@@ -215,16 +211,14 @@ class DockerSandbox(RawSandbox):
         """Write a file; the engine does, with nothing that is inside."""
         path = posixpath.normpath(path)
         try:
-            async with (
-                self._engine.asked(path),
-                self._engine.client._query(
-                    f"containers/{self.id}/archive",
-                    "PUT",
-                    params={"path": "/", "noOverwriteDirNonDir": "1"},
-                    data=packed(path, data, mode),
-                    headers={"Content-Type": "application/x-tar"},
-                ) as response,
-            ):
+            async with self._engine.answer(
+                path,
+                f"containers/{self.id}/archive",
+                "PUT",
+                params={"path": "/", "noOverwriteDirNonDir": "1"},
+                data=packed(path, data, mode),
+                headers={"Content-Type": "application/x-tar"},
+            ) as response:
                 await response.read()
         except EngineApiError as error:
             raise await self._named(error, path) from error
