@@ -24,6 +24,7 @@ from rollhook.metric_names import SECTIONS
 from rollhook.recipe.load import read_recipe
 from rollhook.recipe.names import names_in
 from rollhook.recipe.schema import Recipe
+from rollhook.secrets import Secret
 
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = ROOT / "docs/reference"
@@ -112,6 +113,8 @@ def default_text(field: FieldInfo) -> str:
     shown = list(value) if isinstance(value, tuple) else value
     if shown in ({}, []):
         return "empty"
+    if isinstance(shown, Secret):
+        shown = str(shown)
     return f"`{json.dumps(shown)}`" if not isinstance(shown, str) else f"`{shown}`"
 
 
