@@ -333,3 +333,15 @@ async def test_a_fake_sandbox_of_another_process_with_the_same_name_is_left_alon
     await process.close_stdin()
     assert await process.wait() == 0
     await other.delete(there.id)
+
+
+async def test_a_process_of_a_deleted_fake_is_closed_before_it_is_reaped() -> None:
+    """The loop may end right after a delete, and what is open then fails some other test."""
+    boxes = FakeSandboxes()
+    box = await boxes.create(SandboxSpec())
+    await box.start(["sleep", "60"])
+    await boxes.delete(box.id)
+    (process,) = box.processes  # type: ignore[attr-defined]
+    assert process.returncode is None
+    assert process._transport.is_closing()
+    await process.wait()

@@ -108,6 +108,7 @@ class FakeSandbox(RawSandbox):
         self.spec = spec
         self.root = root
         self.gone = False
+        self.processes: list[asyncio.subprocess.Process] = []
         self.started: list[list[str]] = []
 
     async def start(
@@ -149,6 +150,7 @@ class FakeSandbox(RawSandbox):
             return await self._failed(f"{argv[0]}: not found", 127)
         except OSError as error:
             return await self._failed(f"{argv[0]}: {error.strerror}", 126)
+        self.processes = [each for each in self.processes if each.returncode is None] + [process]
         return FakeProcess(process, self)
 
     async def _failed(self, text: str, code: int) -> RawProcess:
@@ -253,4 +255,6 @@ class FakeSandboxes(SandboxBackend):
             with contextlib.suppress(OSError):
                 if path.name.isdecimal() and mark in (path / "environ").read_bytes() + b"\0":
                     os.kill(int(path.name), signal.SIGKILL)
+        for process in box.processes:  # the loop may end before they are reaped
+            process._transport.close()  # type: ignore[attr-defined]
         shutil.rmtree(box.root, ignore_errors=True)
