@@ -70,6 +70,8 @@ POLICIES: dict[str, tuple[str, dict[str, dict[str, float]]]] = {
     "min_load": ("min_load", {}),
     "consistent_hash": ("consistent_hash", {}),
     "prefix_cache": ("prefix_cache", {}),
+    "prefix_cache, recompute_cost 16": ("prefix_cache", {"prefix_cache": {"recompute_cost": 16}}),
+    "prefix_cache, recompute_cost 32": ("prefix_cache", {"prefix_cache": {"recompute_cost": 32}}),
     "sticky+prefix_cache": ("sticky+prefix_cache", {}),
 }
 PROMPT = list(range(1000, 3000))
