@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,8 @@ import rollhook
 from rollhook.cli import doctor
 from rollhook.cli.main import VERBS, main
 from rollhook.cli.output import as_json
+from rollhook.plugins import Plugins
+from rollhook.recipe.check import check_recipe
 from rollhook.testing.distributions import write_distribution
 
 Run = Callable[..., tuple[int, str, str]]
@@ -80,6 +83,24 @@ def test_checking_imports_no_sdk(toys: Path) -> None:
         [sys.executable, "-c", source], capture_output=True, text=True, check=True, cwd=toys
     )
     assert done.stdout.splitlines()[-1] == "LOADED []"
+
+
+def test_checking_for_another_machine_imports_only_what_is_asked_something(toys: Path) -> None:
+    """An environment's classes cost as much as the rest of a check."""
+    asked: list[str] = []
+    loading = Plugins.load_class
+
+    def load_class(plugins: Plugins, kind: str, name: str) -> type[Any]:
+        asked.append(kind)
+        return loading(plugins, kind, name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Plugins, "load_class", load_class)
+        check_recipe("base.yaml", site="none")
+        assert {"agent", "engine", "trainer", "launcher"} <= set(asked)
+        assert not {"environment", "tracker", "pack"} & set(asked)
+        check_recipe("base.yaml", site="here")
+        assert "environment" in asked
 
 
 TWO_COMMANDS = """

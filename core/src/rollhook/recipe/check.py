@@ -103,15 +103,15 @@ def _check(
     loaded = read_recipe(source, overrides, needs_results=needs_results)
     if not loaded.resolved:
         return Checked(loaded, load([]), [], loaded.problems, site or "none")
-    parts = find_parts(loaded)
+    if site is None and loaded.validated is not None:
+        site = "here" if loaded.validated.launcher.use == "local" else "none"
+    parts = find_parts(loaded, whole=site == "here")
     found = list(parts.problems)
     if loaded.validated is not None:
         composition = Composition(loaded, loaded.validated, parts, evaluating)
         found += check_rules(composition)
         found += _secrets(composition)
         found += _hooks(composition)
-        if site is None:
-            site = "here" if loaded.validated.launcher.use == "local" else "none"
         if site == "here":
             from rollhook.recipe.site import check_site
 

@@ -24,10 +24,16 @@ from rollhook.recipe.tree import COMPONENT_KEYS
 from rollhook.recipe.validate import validate
 from rollhook.secrets import resolve_secret
 
+#: kinds of whose classes no rule asks anything: on another machine they are not imported
+_UNASKED = frozenset({"environment", "tracker", "pack"})
+
 
 @dataclass(frozen=True)
 class Part:
-    """One component: where the recipe names it, and what could be learnt about it."""
+    """One component: where the recipe names it, and what could be learnt about it.
+
+    `cls` is None where it cannot be loaded, or was not because nobody asks it anything.
+    """
 
     key: str
     kind: str
@@ -44,6 +50,8 @@ class Parts:
     plugins: Plugins
     parts: list[Part]
     problems: list[Problem]
+    #: whether every class is loaded, not only those that rules ask something
+    whole: bool = True
 
     def of(self, kind: str) -> list[Part]:
         """Return the parts of a kind that could be loaded, in the recipe's order."""
@@ -69,11 +77,15 @@ class Parts:
             return Problem(f"{part.key}.use", f"{part.name} cannot be built here: {reason}", scope="site")
 
 
-def find_parts(loaded: Loaded) -> Parts:
-    """Load and validate every component that the recipe names; nothing is raised."""
+def find_parts(loaded: Loaded, *, whole: bool = True) -> Parts:
+    """Load and validate every component that the recipe names; nothing is raised.
+
+    Without `whole` the classes of environments, trackers and packs are left alone: their imports take as long
+    as the rest of a check.
+    """
     located = located_names(loaded)
     plugins = load([(kind, name) for kind, name, _ in located], strict=False)
-    found = Parts(plugins, [], [])
+    found = Parts(plugins, [], [], whole)
     for kind, name, key in located:
         if (kind, name) in plugins.failures:
             found.problems.append(plugins.failures[kind, name].at(key))
@@ -109,7 +121,8 @@ def _add(found: Parts, key: str, kind: str, name: str, keys: dict[str, Any], unr
     found.problems += [each for each in wrong if each.key not in unresolved]
     cls = None
     try:
-        cls = plugins.load_class(kind, name)
+        if found.whole or kind not in _UNASKED:
+            cls = plugins.load_class(kind, name)
     except LoadError as error:
         found.problems.append(error.at(f"{key}.use"))
     found.parts.append(Part(key, kind, name, keys, config, cls))
