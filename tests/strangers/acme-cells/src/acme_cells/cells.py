@@ -37,8 +37,7 @@ class Cells(SandboxBackend):
 
     async def create(self, spec: SandboxSpec) -> Cell:
         """Make a cell on a thread; a call that is cancelled waits for it and ends it."""
-        if spec.image or spec.dockerfile or spec.network:
-            raise SandboxError("cells have no images and no network", kind="user")
+        self.refuse(spec)
         making = asyncio.ensure_future(asyncio.to_thread(self._make, spec))
         try:
             return Cell(await asyncio.shield(making), spec)
