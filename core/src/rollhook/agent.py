@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
@@ -99,25 +100,46 @@ class Endpoint(Protocol):
         """
 
 
+class OnClock(Protocol):
+    """Waits for an agent's own work on its clock; `limit` is how many seconds one step of it may take."""
+
+    @property
+    def limit(self) -> float:
+        """Seconds."""
+
+    async def __call__(self, work: Awaitable[T]) -> T:
+        """Raises BudgetExceeded, `work` cancelled, when the clock runs out."""
+
+
+class _OffClock:
+    limit = math.inf
+
+    async def __call__(self, work: Awaitable[T]) -> T:
+        return await work
+
+
 @dataclass(frozen=True)
 class AgentContext:
     """All that an agent gets. `solve` is there only in an oracle run; `seed` is the episode's own.
 
     `endpoint` is None where the run has no policy; `note` keeps something about the agent's work in the
-    episode's record (`detail.agent`), which must be JSON.
+    episode's record (`detail.agent`), which must be JSON. `on_clock(work)` waits for what is neither a
+    command of `sandbox` nor a turn, such as calls of tools, on the agent's clock.
     """
 
     session: ChatSession
     observation: Observation
     budget: Budget
     sandbox: AgentSandbox | None
-    tools: Tools | None
+    #: `rollhook.tools.Tools`, or what else the environment and the agent agree on, such as a FastMCP server
+    tools: Tools | Any | None
     respond: Callable[[Message], Awaitable[Observation | None]]
     seed: int
     solve: Callable[[], Awaitable[None]] | None = None
     episode_id: str = ""
     endpoint: Endpoint | None = None
     note: Callable[[dict[str, Any]], None] = lambda fields: None
+    on_clock: OnClock = field(default_factory=_OffClock)
 
 
 class Agent(ABC):

@@ -1,4 +1,4 @@
-"""mini-swe-agent, unmodified, in a local sandbox: it asks the policy and works; its turns are kept exactly."""
+"""mini-swe-agent, unmodified, in a local sandbox: it asks, it works, and its turns are kept exactly."""
 
 import json
 import subprocess
@@ -86,6 +86,6 @@ async def test_mini_swe_agent_works_in_a_sandbox_and_is_recorded_exactly(tmp_pat
     (heard,) = played.phase.heard
     assert "Say two things." in heard.messages[1]["content"]
     assert [m["role"] for m in heard.messages] == ["system", "user", "assistant", "tool", "assistant"]
-    assert "日本" in json.dumps(heard.messages[3], ensure_ascii=False)
+    assert json.loads(heard.messages[3]["content"]) == {"returncode": 0, "output": "日本\n"}
     assert len(result.samples) == 1
     assert_exact(played, result)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollhook.agent import Reply
 from rollhook.budgets import AgentClock
-from rollhook.errors import AgentError
+from rollhook.errors import AgentError, BudgetExceeded
 from rollhook.messages import Message, ToolSchema
 from rollhook.runtime.verifier import HomeLoop
 
 if TYPE_CHECKING:
     from rollhook.sandbox import Sandbox
     from rollhook.session import PolicySession
+
+
+T = TypeVar("T")
 
 
 class Boxes(Mapping[str, "Sandbox"]):
@@ -59,6 +62,38 @@ class Recorder:
             reply = await session.chat(messages, tools=tools)
         self._heard([*messages, reply.message])
         return reply
+
+
+class OnAgentClock:
+    """Waits for an agent's own work on its clock; implements `rollhook.agent.OnClock`."""
+
+    def __init__(self, clock: AgentClock, now: Callable[[], float]) -> None:
+        self._clock = clock
+        self._now = now
+
+    @property
+    def limit(self) -> float:
+        """Seconds that one step may take."""
+        return self._clock.command_limit
+
+    async def __call__(self, work: Awaitable[T]) -> T:
+        """Raises BudgetExceeded, `work` cancelled, when the clock runs out."""
+        self._clock.check()
+        limit, began = self._clock.remaining, self._now()
+        try:
+            async with asyncio.timeout(limit) as within:
+                result = await work
+        except TimeoutError:
+            if not within.expired():
+                raise
+            self._clock.charge("command", max(self._now() - began, limit) + 1e-6)
+            self._clock.check()
+            raise BudgetExceeded("the agent's clock ran out", node="agent") from None
+        except BaseException:
+            self._clock.charge("command", self._now() - began)
+            raise
+        self._clock.charge("command", self._now() - began)
+        return result
 
 
 class RemainingBudget:

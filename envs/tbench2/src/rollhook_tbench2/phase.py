@@ -11,6 +11,7 @@ from rollhook.environment import Observation, Phase, Transcript, Verdict
 from rollhook.errors import AgentError, SandboxDead, SandboxError, Unsupported, VerifierError
 from rollhook.messages import message
 from rollhook.sandbox import ExecResult, Sandbox
+from rollhook.sandbox.tools import SandboxTools
 from rollhook_tbench2 import artifacts, templates
 from rollhook_tbench2.artifacts import Collected
 from rollhook_tbench2.stages import Stage
@@ -54,6 +55,7 @@ class TBench2Phase(Phase):
         self._sandbox: Sandbox = episode.ctx.box("main")
         self._solved_with: int | None = None
         self.user = stage.user if stage.user != episode.task.stages[0].user else None
+        self.tools = SandboxTools(self._sandbox, self.user)
         self.judges = () if judge is None else (judge,)
         self.min_reward = stage.min_reward
         if stage.name and stage.agent_seconds is not None:
