@@ -129,7 +129,7 @@ async def endure(tmp_path, monkeypatch, *, steps, seed):
     runtime.mkdir()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
     monkeypatch.setattr(driving, "COMPONENTS", COMPONENTS)
-    over = {"use": "local", "mode": "bubblewrap"}
+    over = {"use": "local", "mode": "bubblewrap", "prices": {"per_hour": 3600.0}}
     rig = Rig(tmp_path, steps=steps, rollout={"group_size": 4, "refill_limit": 6})
     rig.keys["sandbox"] = {"use": "chaos", "over": over, "seed": seed, "warm": 2, **RATES}
     plugins = Plugins(entries())
@@ -157,6 +157,7 @@ async def endure(tmp_path, monkeypatch, *, steps, seed):
     assert opened == closed
     last = [row for row in read_metrics(rig.run.metrics_path) if "sandbox/creates" in row][-1]
     assert last["sandbox/leaked"] == 0
+    assert last["sandbox/cost"] == pytest.approx(last["sandbox/seconds"])
     counted = ", ".join(f"{last[f'sandbox/{name}']:.0f} {name}" for name in ("creates", "create_retries"))
     causes = Counter(record.outcome.boundary for record in records.values() if record.outcome.boundary)
     return f"seed {seed}, {steps} steps: {len(records)} episodes {dict(outcomes)} {dict(causes)}, {counted}"

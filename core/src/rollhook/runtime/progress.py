@@ -132,6 +132,7 @@ class Display:
             "train/loss": "loss {:.3f}",
             "rollout/tokens_per_second": "{:.0f} tokens/s",
             "episode/create_seconds": "sandbox {:.3f} s",
+            "sandbox/cost": "sandboxes cost {:.4g}",
         }
         parts += [form.format(metrics[name]) for name, form in shown.items() if name in metrics]
         if self._outcomes:
