@@ -1,7 +1,8 @@
 """Small POSIX sh programs that the core runs inside a sandbox whose backend has no shortcut.
 
 They use shell builtins, and `tr` and `rm` where the image has them. A process belongs to a command when
-its environment carries the command's mark or when it descends from one that does.
+its environment carries the command's mark or when it descends from one that does. Threads of the kernel
+(flag PF_KTHREAD), which a virtual machine shows, belong to nobody: they cannot be killed.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ find_targets() {
     stat=${stat##*) }
     state=${stat%% *}
     case $state in Z | X) continue ;; esac
-    parent=${stat#* }
-    parent=${parent%% *}
+    set -- $stat
+    parent=$2
+    [ $(($7 & 0x200000)) -eq 0 ] || continue
     if [ -z "$mark" ] || marked "$pid"; then found="$found$pid "; else rows="$rows$pid:$parent "; fi
   done
   grown=$mark
