@@ -15,6 +15,7 @@ from rollhook.messages import Message, ToolSchema
 from rollhook.session.common import DeltaSink, SessionStats
 
 if TYPE_CHECKING:
+    from rollhook.errors import EngineError
     from rollhook.records import EpisodeRecord
     from rollhook.session.tree import Leaf
     from rollhook.session.turn import Clock
@@ -36,7 +37,9 @@ class RecordedSession:
     def __init__(self, record: EpisodeRecord, *, turns: int, max_seq_len: int, clock: Clock | None) -> None:
         self.id = record.episode_id
         self.versions: tuple[int, int] | None = None
-        self.waits_for = ""
+        self.waits_for = self.finish_reason = ""
+        self.failure: EngineError | None = None
+        self.busy_seconds = 0.0
         self.stats = SessionStats()
         self.sampling = SamplingParams()
         self.observed: Observed = "same"
@@ -56,6 +59,11 @@ class RecordedSession:
     def unused(self) -> int:
         """Recorded turns that the agent has not asked for."""
         return max(0, self._record.turns - self.stats.turns)
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation of the latest turn, its reply included."""
+        return list(self._said)
 
     async def chat(
         self,
@@ -83,7 +91,14 @@ class RecordedSession:
         reply = recorded[place]
         self._said = [*messages, reply]
         self.stats.turns += 1
-        return Reply(reply.copy(), self._finish_reason(place), 0, 0, self.tokens_left)
+        self.finish_reason = self._finish_reason(place)
+        return Reply(reply.copy(), self.finish_reason, 0, 0, self.tokens_left)
+
+    async def count_tokens(
+        self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] | None = None
+    ) -> int:
+        """Return 0: there are no tokens."""
+        return 0
 
     def leaves(self) -> list[Leaf]:
         """Return nothing: there are no tokens."""
