@@ -75,9 +75,9 @@ class Warm(Generic[T]):
 
     def take(self, spec: SandboxSpec) -> T | None:
         """Take out and return one that serves this spec for its lifetime; None without any."""
-        queue = self._ready.get(recipe_key(spec), deque())
-        found = next((one for one in queue if self._lasts(one, spec.lifetime_seconds)), None)
-        if found is not None:
+        queue = self._ready.get(recipe_key(spec)) if self._ready else None
+        found = next((one for one in queue or () if self._lasts(one, spec.lifetime_seconds)), None)
+        if queue and found is not None:
             queue.remove(found)
         return found
 
