@@ -84,7 +84,7 @@ class PrefixCacheConfig(Config):
             ge=0,
             description="tokens in flight at a worker that weigh as much as one prompt token it must compute",
         ),
-    ] = 24.0
+    ] = 22.0
 
 
 @hookimpl
