@@ -33,6 +33,7 @@ def running() -> Iterator[Any]:
 @pytest.fixture
 def double(running: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The double without faults; requests that it does not know fail the test that made them."""
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
     for name in ("E2B_API_KEY", "E2B_API_URL", "E2B_SANDBOX_URL", "E2B_DOMAIN", "E2B_DEBUG"):
         monkeypatch.delenv(name, raising=False)
     running.clear_faults()

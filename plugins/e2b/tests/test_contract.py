@@ -17,10 +17,6 @@ class TestE2B(SandboxContract):
     def make_backend(self, make_e2b: Any) -> MakeBackend:
         return lambda: make_e2b()  # noqa: PLW0108 - takes nothing
 
-    @pytest.mark.nightly
-    async def test_a_gibibyte_of_output_does_not_grow_memory(self, make_backend: MakeBackend) -> None:
-        await super().test_a_gibibyte_of_output_does_not_grow_memory(make_backend)
-
 
 class TestE2BLeaksNothing(NoLeakContract):
     kills: ClassVar[int] = 2
