@@ -133,8 +133,10 @@ class Daytona:
         """Build an image; what is built already is not built again."""
         base, steps = parse_dockerfile(dockerfile)
         before = self.world.images.builds
-        template = await self.world.images.build(base, steps, log=logs.append)
-        self.world.counts["image_builds"] = self.world.images.builds
+        try:
+            template = await self.world.images.build(base, steps, log=logs.append)
+        finally:
+            self.world.counts["image_builds"] = self.world.images.builds
         if self.world.images.builds == before:
             logs.append("CACHED")
         return template

@@ -153,7 +153,7 @@ class Detached:
         """Kill as `RawSandbox.kill_tree`; helpers of this module die too, but are no part of the census."""
 
         async def once() -> tuple[list[tuple[int, str]], int]:
-            said = await self._send(sh.kill_tree(mark, own_pids), self.times.grace)
+            said = await self._send(sh.kill_tree(self.base, mark, own_pids), self.times.grace)
             killed, left = scripts.parse_killed(said.encode())
             if left < 0:
                 raise SandboxError("the sandbox did not say what it killed", kind="retryable")

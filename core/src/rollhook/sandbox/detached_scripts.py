@@ -108,7 +108,7 @@ fi
 """
 
 #: making the directory is the start; who finds it there waits until its maker is so far
-_START = r"""
+_START = r"""@TITLE@
 exec 2> /dev/null
 umask 077
 d=@D@ user=@USER@ uid= gid= home=
@@ -135,8 +135,38 @@ set -- @LOOK_ARGS@
 @CLEAN@
 """
 
+#: looks that are under way end first, with what they have started; they are no part of what is found
+_CLEAR = r"""
+looks= kids=
+for directory in /proc/[0-9]*; do
+  line=
+  IFS= read -r line < "$directory/cmdline"
+  case $line in *@LOOK@*) [ "${directory#/proc/}" = $$ ] || looks="$looks ${directory#/proc/}" ;; esac
+done
+if [ "$looks" ]; then
+  kill -STOP $looks
+  for directory in /proc/[0-9]*; do
+    IFS= read -r stat < "$directory/stat" || continue
+    stat=${stat##*) }
+    stat=${stat#* }
+    case " $looks " in *" ${stat%% *} "*) kids="$kids ${directory#/proc/}" ;; esac
+  done
+  kill -9 $looks $kids
+  for pause in 0.01 0.01 0.02 0.05 0.1 0.1 0.2; do
+    left=
+    for pid in $looks $kids; do
+      IFS= read -r stat < "/proc/$pid/stat" || continue
+      case ${stat##*) } in Z* | X*) ;; *) left=1 ;; esac
+    done
+    [ "$left" ] || break
+    sleep "$pause" || break
+  done
+fi
+"""
+
 _KILL = r"""
 exec 2> /dev/null
+@CLEAR@
 up=$$ mine=
 while [ "$up" -gt 1 ]; do
   IFS= read -r stat < "/proc/$up/stat" || break
@@ -160,10 +190,16 @@ def pauses(seconds: float) -> str:
     return " ".join(found)
 
 
+def _title(base: str) -> str:
+    """Return the first line of a script that may be found under way, by its command line."""
+    return f": look {shlex.quote(base)}"
+
+
 def look(directory: str, wait: float, out: int, err: int, most: int) -> str:
     """Return the script that answers what became of a command; see `parse` for its answer."""
     arguments = f"{shlex.quote(pauses(wait))} {out} {err} {most}"
-    return f"exec 2> /dev/null\nd={shlex.quote(directory)}\nset -- {arguments}\n{_LOOK}"
+    title = _title(directory.rpartition("/")[0])
+    return f"{title}\nexec 2> /dev/null\nd={shlex.quote(directory)}\nset -- {arguments}\n{_LOOK}"
 
 
 def start(
@@ -199,6 +235,7 @@ def start(
     )
     return _fill(
         _START,
+        TITLE=_title(base),
         D=directory,
         BASE=shlex.quote(base),
         USER=shlex.quote(user or ""),
@@ -234,10 +271,11 @@ def kill_one(directory: str) -> str:
     return f'read -r pid < {shlex.quote(directory)}/pid && kill -9 "$pid"; :'
 
 
-def kill_tree(mark: str, own_pids: frozenset[int]) -> str:
+def kill_tree(base: str, mark: str, own_pids: frozenset[int]) -> str:
     """Return the script that kills what carries `mark`, sparing the processes that run this very script."""
     own = " ".join(str(pid) for pid in sorted(own_pids))
-    return _fill(_KILL, MARK=shlex.quote(mark), OWN=shlex.quote(own)) + scripts.KILL
+    clear = _fill(_CLEAR, LOOK=shlex.quote(_title(base))) if not mark else ""
+    return _fill(_KILL, CLEAR=clear, MARK=shlex.quote(mark), OWN=shlex.quote(own)) + scripts.KILL
 
 
 def _fill(template: str, **values: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import re
@@ -29,6 +30,7 @@ _CREATE = PREFIX + "create"
 _GIB = 1 << 30
 #: seconds after which leftovers of a create are looked for; lists lag
 _LOOKS = (0.0, 1.0, 3.0, 10.0)
+_LAST_LOOK = 10.0
 _LOG_TAIL = 2000
 
 
@@ -60,6 +62,7 @@ class DaytonaSandboxes(SandboxBackend):
         self._rest: Rest | None = None
         self._opening = asyncio.Lock()
         self._chores: set[asyncio.Task[None]] = set()
+        self._closing = asyncio.Event()
         self._closed = False
 
     async def start(self) -> None:
@@ -131,7 +134,8 @@ class DaytonaSandboxes(SandboxBackend):
             raise
         except Exception as error:
             failure = await self._explain(error, nonce)
-            if not (self.ambiguous(failure) and PREFIX + "nonce" in spec.labels):
+            refused = 400 <= (getattr(error, "status_code", None) or 0) < 500
+            if not refused and not (self.ambiguous(failure) and PREFIX + "nonce" in spec.labels):
                 self._reclaim(nonce)
             raise failure from error
 
@@ -235,7 +239,10 @@ class DaytonaSandboxes(SandboxBackend):
     async def _delete_made(self, nonce: str) -> None:
         """Delete what a create without an answer has made, also if lists show it only later."""
         for pause in _LOOKS:
-            await asyncio.sleep(pause)
+            if self._closing.is_set():
+                return
+            with contextlib.suppress(TimeoutError):  # the last look comes early when the client is closed
+                await asyncio.wait_for(self._closing.wait(), pause)
             try:
                 rest = await self.rest()
                 for info in await rest.list({_CREATE: nonce}):
@@ -266,9 +273,10 @@ class DaytonaSandboxes(SandboxBackend):
         }
 
     async def aclose(self) -> None:
-        """Close the client; leftovers of failed creates are deleted first, for some seconds at most."""
+        """Close the client, after a last look for what failed creates have left."""
+        self._closing.set()
         if self._chores:
-            await asyncio.wait(set(self._chores), timeout=sum(_LOOKS) + 1.0)
+            await asyncio.wait(set(self._chores), timeout=_LAST_LOOK)
         self._closed = True
         for task in set(self._chores):
             task.cancel()

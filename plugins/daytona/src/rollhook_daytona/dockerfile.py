@@ -50,7 +50,7 @@ def _instructions(lines: list[str]) -> Iterator[Instruction]:
     while number < len(lines):
         line = lines[number]
         number += 1
-        if line.lstrip().startswith("#") or (not line.strip() and not pending):
+        if line.lstrip().startswith("#") or not line.strip():
             continue
         raw.append(line)
         pending += line

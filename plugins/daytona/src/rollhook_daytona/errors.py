@@ -20,7 +20,7 @@ _QUOTA = re.compile(
     re.IGNORECASE,
 )
 #: never freed: what is asked of one sandbox is more than any may have
-_NEVER = re.compile(r"per[- ]sandbox|maximum allowed|must be (an integer|at most|less)", re.IGNORECASE)
+_NEVER = re.compile(r"per[- ]sandbox|must be (an integer|at most|less)", re.IGNORECASE)
 _SHOWN = 400
 
 
