@@ -11,12 +11,13 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from doubles import machines
+from doubles.client import Double, vendors
 
 from rollhook.rundir import RunDir
 from rollhook.runtime.oracle import Proofs, TaskProof
@@ -34,22 +35,24 @@ VERDICTS: dict[str, tuple[float | None, float | None]] = {
     "two-steps": (1.0, 0.0),
 }  # fmt: skip
 ON_HOST = [name for name in VERDICTS if "host_ok = true" in (TASKS / name / "task.toml").read_text()]
-#: those that `.ci/run` tries in containers; the others are for the night
+#: those that `.ci/run` tries in containers and at vendors; the others are for the night
 FEW = ["sort-lines", "users-own-file", "judged-apart"]
 
 
 def prove(tmp_path: Path, sandbox: dict[str, Any], names: list[str]) -> dict[str, TaskProof]:
-    """Run the oracle and nothing on tasks."""
+    """Run the oracle and nothing on tasks; they lie alone, as all of a directory must be able to run."""
+    root = tmp_path / "tasks"
+    root.mkdir()
+    for name in names:
+        (root / name).symlink_to(TASKS / name)
     rows: dict[str, TaskProof] = {}
 
     async def run() -> None:
         attempt = RunDir.create(tmp_path / "runs", "tb2").claim()
-        recipe = proof_recipe(task_source(str(TASKS), "tbench2", {}), sandbox)
+        recipe = proof_recipe(task_source(str(root), "tbench2", {}), sandbox)
         parts = load_parts(recipe, attempt.path, attempt.run.run_id, attempt.number)
         async with Proofs(parts, attempt) as proofs:
-            tasks = [task for task in proofs.environment.tasks() if task.id in names]
-            assert [task.problem for task in tasks] == [None] * len(names)
-            await proofs.run(tasks, 2, lambda row: rows.__setitem__(row.task_id, row))
+            await proofs.run(proofs.environment.tasks(), 2, lambda row: rows.__setitem__(row.task_id, row))
         attempt.finish("succeeded")
 
     asyncio.run(run())
@@ -73,24 +76,13 @@ def engine() -> Iterator[Engine]:
         yield engine
 
 
-@pytest.fixture
-def host_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave only the tasks that need no image, as all tasks of a directory must be able to run."""
-    needs_part("rollhook_tbench2", "rollhook_agents")
-    root = tmp_path / "tasks"
-    root.mkdir()
-    for name in ON_HOST:
-        (root / name).symlink_to(TASKS / name)
-    monkeypatch.setattr(sys.modules[__name__], "TASKS", root)
-
-
 def test_there_are_a_dozen() -> None:
     assert len(VERDICTS) >= 12
     assert len(ON_HOST) >= 8
 
 
-def test_on_this_machine(tmp_path: Path, host_tasks: None) -> None:
-    needs_part("rollhook_local")
+def test_on_this_machine(tmp_path: Path) -> None:
+    needs_part("rollhook_tbench2", "rollhook_agents", "rollhook_local")
     assert verdicts(prove(tmp_path, {"use": "local"}, ON_HOST)) == expected(ON_HOST)
 
 
@@ -107,6 +99,40 @@ def test_in_containers(engine: Engine, tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_all_in_containers(engine: Engine, tmp_path: Path) -> None:
     assert verdicts(in_containers(engine, tmp_path, list(VERDICTS))) == VERDICTS
+
+
+@pytest.fixture(scope="module")
+def double() -> Iterator[Double]:
+    """Run the double of the vendors; no request may be unknown to it."""
+    needs_part("rollhook_tbench2", "rollhook_agents")
+    if reason := machines.available():
+        pytest.skip(f"needs bubblewrap ({reason})")
+    with vendors() as running:
+        yield running
+        assert running.problems() == []
+
+
+def at_vendor(name: str, double: Double, tmp_path: Path, names: list[str]) -> dict[str, TaskProof]:
+    keys = {
+        "daytona": {"api_url": double.url("daytona") + "/api"},
+        "e2b": {"api_url": double.url("e2b_api"), "sandbox_url": double.url("e2b_envd")},
+    }
+    secret = tmp_path / "key"
+    secret.write_text(double.key)
+    return prove(tmp_path, {"use": name, "api_key": f"file:{secret}", **keys[name]}, names)
+
+
+@pytest.mark.parametrize("name", ["daytona", "e2b"])
+def test_at_vendors(name: str, double: Double, tmp_path: Path) -> None:
+    needs_part(f"rollhook_{name}", name)
+    assert verdicts(at_vendor(name, double, tmp_path, FEW)) == expected(FEW)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["daytona", "e2b"])
+def test_all_that_need_no_image_at_vendors(name: str, double: Double, tmp_path: Path) -> None:
+    needs_part(f"rollhook_{name}", name)
+    assert verdicts(at_vendor(name, double, tmp_path, ON_HOST)) == expected(ON_HOST)
 
 
 HARBOR = ("harbor==0.26.0", "podman-compose>=1.5")

@@ -90,8 +90,9 @@ class Runs(Agent):
 class Attempts:
     """Runs attempts on one backend and keeps what the last one made."""
 
-    def __init__(self, backend: SandboxBackend, scratch: Path) -> None:
+    def __init__(self, backend: SandboxBackend, scratch: Path, image: str = "debian:12") -> None:
         self.pool = Pool(backend)
+        self.image = image
         self.scratch = scratch
         self.agent = Runs([], False)
 

@@ -201,7 +201,7 @@ async def test_a_separate_verifier_sees_the_artifacts_and_nothing_else(
 
 
 async def test_a_separate_verifier_may_bring_its_tests(tmp_path: Path, attempts: Attempts) -> None:
-    dockerfile = "FROM debian:12\nWORKDIR /judge\nCOPY . /tests/\n"
+    dockerfile = f"FROM {attempts.image}\nWORKDIR /judge\nCOPY . /tests/\n"
     test = (
         "#!/bin/sh\nmkdir -p /logs/verifier\npwd; ls /tests; cat /work/answer.txt\n"
         "echo 1 > /logs/verifier/reward.txt\n"
