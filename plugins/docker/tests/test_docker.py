@@ -343,6 +343,8 @@ async def test_descriptors_do_not_pile_up(make_docker: MakeDocker) -> None:
             await sandbox.read("file")
             with pytest.raises(FileNotFoundError):
                 await sandbox.read("absent")
+            with pytest.raises(IsADirectoryError):
+                await sandbox.write("/etc", b"x" * (8 << 20))
             made = await backend.create(SandboxSpec())
             await backend.delete(made.id)
 

@@ -182,8 +182,12 @@ class Engine:
         self, what: str, path: str, method: str = "GET", **options: Any
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Send a request and give the answer, whose body is the block's to read, or to leave."""
-        async with self.asked(what), self.client._query(path, method, **options) as response:
+        url = f"{self.client.docker_host}/{self.client.api_version}/{path}"
+        async with self.asked(what):
+            response = await self.client.session.request(method, url, **options)
             try:
+                if response.status >= 400:
+                    raise self._refused(what, response.status, _message(await response.read()))
                 yield response
             finally:
                 response.close()
@@ -235,7 +239,7 @@ class Engine:
                     + body
                 )
                 await writer.drain()
-                await self._upgraded(reader)
+                await self._answered(reader, "a command")
             except asyncio.IncompleteReadError as error:
                 writer.close()
                 raise ConnectionError("it closed the connection") from error
@@ -252,28 +256,63 @@ class Engine:
                 self.where.host, self.where.port, ssl=self._tls, limit=_BUFFER
             )
 
-    async def _upgraded(self, reader: asyncio.StreamReader) -> None:
-        """Read the head of the answer; raises what the engine says when it does not start the command."""
+    async def upload(self, what: str, path: str, pieces: AsyncIterator[bytes]) -> None:
+        """Send a tar with PUT.
+
+        On a connection of its own, which is cut when the engine answers before it has read all; there is
+        no other way to stop sending.
+        """
+        async with self.asked(what):
+            reader, writer = await self._open()
+            sending = asyncio.create_task(self._send(writer, path, pieces))
+            try:
+                await self._answered(reader, what)
+            except asyncio.IncompleteReadError as error:
+                raise ConnectionError("it closed the connection") from error
+            finally:
+                sending.cancel()
+                await asyncio.wait({sending})
+                if not sending.cancelled():
+                    sending.exception()  # the engine's answer says more
+                writer.transport.abort()
+
+    async def _send(self, writer: asyncio.StreamWriter, path: str, pieces: AsyncIterator[bytes]) -> None:
+        writer.write(
+            f"PUT /{self.client.api_version}/{path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+            "Content-Type: application/x-tar\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+        )
+        async for piece in pieces:
+            writer.write(b"%x\r\n" % len(piece))
+            writer.write(piece)
+            writer.write(b"\r\n")
+            await writer.drain()
+        writer.write(b"0\r\n\r\n")
+        await writer.drain()
+
+    async def _answered(self, reader: asyncio.StreamReader, what: str) -> None:
+        """Read the head of an answer; raises what the engine says when it refuses."""
         async with asyncio.timeout(_SILENCE_SECONDS):
             head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
             status = int(head[0].split(" ")[1])
-            if status in (101, 200):
+            if status < 400:
                 return
-            headers = {
-                key.strip().lower(): value.strip() for key, _, value in (h.partition(":") for h in head[1:])
-            }
-            length = headers.get("content-length", "")
+            fields = [line.lower().partition(":") for line in head[1:]]
+            length = "".join(value.strip() for name, _, value in fields if name == "content-length")
             said = await (reader.readexactly(int(length)) if length.isdecimal() else reader.read(1 << 16))
-        message = said.decode("utf-8", "replace")
-        with suppress(ValueError, TypeError, KeyError):
-            message = json.loads(said)["message"]
-        raise _sdk().DockerError(status, message)
+        raise self._refused(what, status, _message(said))
 
     async def aclose(self) -> None:
         """Close the connections."""
         await self.client.close()
         await self.client.session.close()
         await asyncio.sleep(0)  # transports end in the loop's next turn
+
+
+def _message(body: bytes) -> str:
+    """Return what an answer says that is an error."""
+    with suppress(ValueError, TypeError, KeyError):
+        return str(json.loads(body)["message"])
+    return body.decode("utf-8", "replace")
 
 
 def _sdk() -> Any:

@@ -13,6 +13,7 @@ _PIECE = 1 << 17
 #: pieces of a stream that are held until somebody reads them
 _HELD = 16
 _POLL_FIRST, _POLL_MOST = 0.25, 3.0
+_CLOSE_SECONDS = 1.0
 _END_FIRST, _END_MOST = 0.005, 1.0
 
 
@@ -128,8 +129,12 @@ class DockerProcess:
         self._parting.cancel()
         await asyncio.wait({self._parting})
         self._writer.close()
-        with suppress(OSError):
-            await self._writer.wait_closed()
+        try:
+            with suppress(OSError):
+                async with asyncio.timeout(_CLOSE_SECONDS):
+                    await self._writer.wait_closed()
+        finally:
+            self._writer.transport.abort()  # input that nobody takes
 
 
 class Refused:

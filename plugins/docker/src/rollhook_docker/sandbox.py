@@ -211,15 +211,11 @@ class DockerSandbox(RawSandbox):
         """Write a file; the engine does, with nothing that is inside."""
         path = posixpath.normpath(path)
         try:
-            async with self._engine.answer(
+            await self._engine.upload(
                 path,
-                f"containers/{self.id}/archive",
-                "PUT",
-                params={"path": "/", "noOverwriteDirNonDir": "1"},
-                data=packed(path, data, mode),
-                headers={"Content-Type": "application/x-tar"},
-            ) as response:
-                await response.read()
+                f"containers/{self.id}/archive?path=%2F&noOverwriteDirNonDir=1",
+                packed(path, data, mode),
+            )
         except EngineApiError as error:
             raise await self._named(error, path) from error
 
