@@ -577,6 +577,37 @@ async def test_a_quota_is_waited_for_beyond_the_tries() -> None:
     await bench.close()
 
 
+class Rationed(ScriptedBackend):
+    """A provider that allows `most` sandboxes at once; counts the most that there were."""
+
+    most = 20
+    most_live = 0
+
+    def make(self, spec: SandboxSpec) -> Any:
+        if len(self.live) >= self.most:
+            quota = ThrottledError("that is all that you may have at once")
+            quota.retry_after, quota.wait = 1.0, True  # type: ignore[attr-defined]
+            raise quota
+        raw = super().make(spec)
+        self.most_live = max(self.most_live, len(self.live))
+        return raw
+
+
+async def test_200_episodes_within_a_quota_of_20_all_finish() -> None:
+    bench = Bench(backend=Rationed(), create_concurrency=32, create_retries=0)
+
+    async def episode(number: int) -> None:
+        sandbox = await bench.pool.acquire(SPEC, episode_id=f"e{number}")
+        await bench.time.sleep(5.0)
+        await settle(number % 7)
+        await bench.pool.release(sandbox)
+
+    await asyncio.gather(*(episode(number) for number in range(200)))
+    assert bench.backend.most_live == 20
+    assert bench.pool.stats()["sandbox/create_failures"] == 0
+    await bench.close()
+
+
 async def test_sandboxes_that_do_not_need_it_cost_nothing() -> None:
     bench = Bench()
     await bench.pool.acquire(SPEC, episode_id="e1")

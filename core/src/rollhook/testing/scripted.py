@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -64,6 +65,7 @@ class ScriptedBackend(SandboxBackend):
     """
 
     raw: type[ScriptedRaw] = ScriptedRaw
+    _numbers = itertools.count(1)
 
     def __init__(self) -> None:
         super().__init__(Config(), BuildContext(logging.getLogger(__name__), scratch=Path(), cache=Path()))
@@ -93,7 +95,7 @@ class ScriptedBackend(SandboxBackend):
             self.under_way -= 1
 
     def make(self, spec: SandboxSpec) -> ScriptedRaw:
-        raw = self.raw(f"s{len(self.specs)}-{len(self.live)}", spec)
+        raw = self.raw(f"s{next(self._numbers)}", spec)
         self.live[raw.id] = raw
         return raw
 
