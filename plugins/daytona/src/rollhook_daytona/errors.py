@@ -25,13 +25,14 @@ _SHOWN = 400
 
 
 class RefusedForNow(SandboxError):  # noqa: N818 - a state of the service
-    """Nothing was made; another try after `retry_after` seconds may succeed."""
+    """Nothing was made; another try after `retry_after` seconds may succeed; `wait`: once others end."""
 
     kind = "retryable"
 
-    def __init__(self, message: str, retry_after: float) -> None:
+    def __init__(self, message: str, retry_after: float, wait: bool = False) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+        self.wait = wait
 
 
 def translate(error: BaseException, what: str, *, key: str, quota_wait: float = 20.0) -> SandboxError:
@@ -47,7 +48,7 @@ def translate(error: BaseException, what: str, *, key: str, quota_wait: float = 
     if status == 429 or type(error).__name__ == "DaytonaRateLimitError":
         return RefusedForNow(text, retry_after(getattr(error, "headers", None) or {}, 1.0))
     if status in (400, 402, 403, 409, 422) and _QUOTA.search(text) and not _NEVER.search(text):
-        return RefusedForNow(f"{text} (waiting for others to end)", quota_wait)
+        return RefusedForNow(f"{text} (waiting for others to end)", quota_wait, wait=True)
     if status in (404, 410):
         return SandboxDead(text)
     if status == 401:

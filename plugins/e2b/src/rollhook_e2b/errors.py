@@ -12,6 +12,8 @@ import re
 from rollhook.errors import Kind, SandboxDead, SandboxError
 
 _LIMITS = re.compile(r"maximum number|concurrent|quota|limit", re.IGNORECASE)
+#: not too fast, but too many: the same exception tells both
+_AT_ONCE = re.compile(r"maximum number|concurrent|quota", re.IGNORECASE)
 _TEXT = 1000
 
 #: SDK exception -> kind, whether the service refused, status, what to say; the first that fits counts
@@ -31,8 +33,10 @@ class ServiceError(SandboxError):
     """The service refused, or could not be reached.
 
     `refused` says that it did not do what was asked (a limit, a bad request): nothing of it can be left.
-    `status` is that of its answer, where the SDK tells it.
+    `status` is that of its answer, where the SDK tells it. `wait` says that other sandboxes must end first.
     """
+
+    wait = False
 
     def __init__(
         self,
@@ -57,7 +61,9 @@ def translate(error: BaseException, what: str, secret: str) -> SandboxError:
         return SandboxDead(f"{what}: the sandbox is gone ({said})")
     for name, kind, refused, status, words in _KNOWN:
         if name in names:
-            return ServiceError(f"{what}: {words} ({said})", kind=kind, refused=refused, status=status)
+            found = ServiceError(f"{what}: {words} ({said})", kind=kind, refused=refused, status=status)
+            found.wait = status == 429 and _AT_ONCE.search(said) is not None
+            return found
     status = getattr(error, "status_code", None)
     if isinstance(status, int):
         return _by_status(what, said, status)
@@ -66,8 +72,9 @@ def translate(error: BaseException, what: str, secret: str) -> SandboxError:
 
 def _by_status(what: str, said: str, status: int) -> ServiceError:
     if status in (402, 403) and _LIMITS.search(said):
-        message = f"{what}: a limit of the E2B account is reached ({said})"
-        return ServiceError(message, refused=True, status=status)
+        found = ServiceError(f"{what}: a limit of the E2B account is reached ({said})", refused=True)
+        found.status, found.wait = status, True
+        return found
     if status in (408, 409, 425) or status >= 500:
         return ServiceError(f"{what}: E2B failed ({said})", status=status)
     return ServiceError(f"{what}: E2B refused ({said})", kind="user", refused=True, status=status)
