@@ -11,7 +11,8 @@ import re
 
 from rollhook.errors import Kind, SandboxDead, SandboxError
 
-_LIMITS = re.compile(r"maximum number|concurrent|quota|limit", re.IGNORECASE)
+_LIMITS = re.compile(r"maximum number|concurrent|quota|a limit of the E2B account", re.IGNORECASE)
+_OF_ACCOUNT = re.compile(rf"{_LIMITS.pattern}|limit", re.IGNORECASE)
 #: not too fast, but too many: the same exception tells both
 _AT_ONCE = re.compile(r"maximum number|concurrent|quota", re.IGNORECASE)
 _TEXT = 1000
@@ -48,6 +49,7 @@ class ServiceError(SandboxError):
     ) -> None:
         super().__init__(message, kind=kind)
         self.refused = refused
+        self.wait = refused and kind == "retryable" and bool(_LIMITS.search(message))
         self.status = status
 
 
@@ -71,7 +73,7 @@ def translate(error: BaseException, what: str, secret: str) -> SandboxError:
 
 
 def _by_status(what: str, said: str, status: int) -> ServiceError:
-    if status in (402, 403) and _LIMITS.search(said):
+    if status in (402, 403) and _OF_ACCOUNT.search(said):
         found = ServiceError(f"{what}: a limit of the E2B account is reached ({said})", refused=True)
         found.status, found.wait = status, True
         return found
