@@ -6,9 +6,10 @@ local runtime, which isolates nothing: with one command (its `execute`), and wit
 
 Budget: create, exec and close take at most twice bare bubblewrap with the same command, or 10 ms more.
 
-With --backend docker, daytona or e2b: create, one command, 1 MiB written and read, close, at rising concurrency,
-and some with 100 MiB, beside the Engine API called directly, and beside the vendor's SDK called bare on the same
-double of its service. Budget: at most 10 % of the bare call, or 2 ms, more; the loop never held for 50 ms.
+With --backend docker, daytona or e2b: create, one command, 1 MiB written and read, close, at rising
+concurrency, and some with 100 MiB, beside the Engine API called directly, and beside the vendor's SDK called
+bare on the same double of its service. Budget: at most 10 % of the bare call, or 2 ms, more; the loop never
+held for 50 ms.
 """
 
 from __future__ import annotations

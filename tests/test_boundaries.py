@@ -30,6 +30,7 @@ SDKS = [
     "daytona",
     "e2b",
     "fastmcp",
+    "aiodocker",
     "tensorboard",
     "wandb",
 ]
