@@ -127,15 +127,17 @@ async def compare(title: str, ours: Calls, bare: Calls, options: Any) -> None:
 async def _one_table(title: str, ours: Calls, bare: Calls, concurrency: int, count: int, size: int) -> None:
     data = os.urandom(MIB) * (size // MIB)
     seen: dict[str, Times] = {"bare": defaultdict(list), "ours": defaultdict(list)}
-    seconds = {"bare": 0.0, "ours": 0.0}
+    seconds, cpu = {"bare": 0.0, "ours": 0.0}, {"bare": 0.0, "ours": 0.0}
     blocked = 0.0
     batches = 4 if count >= 4 * concurrency else 2
     each = max(1, count // batches)
     for batch in range(batches):
         turns = [("bare", bare), ("ours", ours)]
         for name, calls in turns if batch % 2 == 0 else reversed(turns):
-            with Watchdog(limit=0.05, interval=0.01, report=True) as watchdog:
+            before = time.process_time()
+            with Watchdog(limit=0.05, interval=0.01, report=name == "ours") as watchdog:
                 seconds[name] += await rounds(calls, each, concurrency, data, seen[name])
+            cpu[name] += time.process_time() - before
             if name == "ours":
                 blocked = max(blocked, watchdog.longest)
     rows = []
@@ -148,8 +150,10 @@ async def _one_table(title: str, ours: Calls, bare: Calls, concurrency: int, cou
     measuring.table(
         f"{title}, {concurrency} at once, {each * batches} episodes (ms; load {load:.0f})", head, rows
     )
-    speed = {name: each * batches / spent for name, spent in seconds.items()}
+    speed = {name: each * batches / passed for name, passed in seconds.items()}
     print(f"episodes per second: bare {speed['bare']:.2f}, ours {speed['ours']:.2f}")
+    spent = {name: used / (each * batches) * 1e3 for name, used in cpu.items()}
+    print(f"CPU of this process for an episode: bare {spent['bare']:.1f} ms, ours {spent['ours']:.1f} ms")
     print(f"longest that the loop did not answer: {blocked * 1e3:.0f} ms", flush=True)
 
 
