@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tb2_attempts import TOML, Attempts, write_task
 
 from rollhook.errors import TaskError
-from rollhook.sandbox import ExecResult, SandboxSpec
+from rollhook.sandbox import ExecResult, Sandbox, SandboxSpec
 from rollhook_tbench2.health import wait_until_healthy
 from rollhook_tbench2.task_toml import HealthCheck
 
@@ -304,3 +305,30 @@ async def test_steps_may_have_verifiers_and_users_of_their_own(tmp_path: Path, a
     assert [name for name, _ in attempts.pool.made] == ["main", "verifier-2"]
     kept = attempts.scratch / "artifacts/e"
     assert [(kept / step / "work/answer.txt").read_text() for step in ("one", "two")] == ["1\n", "0\n"]
+
+
+async def test_a_plain_task_starts_no_command_but_the_agents_and_its_tests(
+    tmp_path: Path, attempts: Attempts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if attempts.image != "debian:12":
+        return  # elsewhere files are removed by commands
+    started: list[str] = []
+    acquire = attempts.pool.acquire
+
+    async def counted(*args: Any, **keys: Any) -> Sandbox:
+        sandbox = await acquire(*args, **keys)
+        start = sandbox._raw.start
+
+        async def noted(argv: list[str], **keys: Any) -> Any:
+            started.append(argv[-1])
+            return await start(argv, **keys)
+
+        sandbox._raw.start = noted  # type: ignore[method-assign, assignment]
+        return sandbox
+
+    monkeypatch.setattr(attempts.pool, "acquire", counted)
+    dockerfile = "FROM debian:12\nWORKDIR /work\nCOPY files/ /work/\n"
+    files = {"environment/Dockerfile": dockerfile, "environment/files/a": "x"}
+    record = await attempts.run(write_task(tmp_path, **files), ["echo done > answer.txt"])
+    assert record.reward == 1.0
+    assert started == ["echo done > answer.txt", "/tests/test.sh"]
