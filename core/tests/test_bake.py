@@ -128,8 +128,8 @@ def test_a_pack_is_baked_whole_and_what_has_a_problem_is_named(
     ovens: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rollhook("sandboxes", "bake", "meals", "--backend", "ovens", code=1)
-    out, err = capsys.readouterr()
-    assert "snapshot-alpine" in out
+    err = capsys.readouterr().err
+    assert "alpine of t2: snapshot-alpine (" in err
     assert "FAILED: task t4: it has no task.toml" in err
     assert "3 baked, 1 failed" in err
     ovens.asked.clear()
@@ -143,7 +143,7 @@ def test_one_that_fails_is_named_and_stops_none_and_the_same_command_goes_on(
     ovens.broken.add("debian")
     rollhook("sandboxes", "bake", recipe, "--concurrency", "1", code=1)
     err = capsys.readouterr().err
-    assert "FAILED: debian of t0, t1, t3: building debian failed: E: Unable to locate package" in err
+    assert "debian of t0, t1, t3: FAILED: building debian failed: E: Unable to locate package" in err
     assert set(ovens.baked) == {"alpine", "judge"}
     ovens.broken.clear()
     rollhook("sandboxes", "bake", recipe)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from rollhook import plugins as loader
 from rollhook.cli.attempts import EXIT_STOPPED
-from rollhook.cli.output import as_json, table
+from rollhook.cli.output import as_json
 from rollhook.errors import UsageError
 from rollhook.packs import cache_directory
 from rollhook.recipe.load import load_recipe
@@ -25,6 +25,9 @@ from rollhook.runtime.rollout_worker import build_environments
 from rollhook.runtime.stopping import stopping
 from rollhook.runtime.task_runs import proof_recipe, task_source
 from rollhook.terminal import one_line
+
+#: with more lines than this, those of failures stand at the end again
+_SHOWN = 20
 
 if TYPE_CHECKING:
     from rollhook.environment import Environment, Task
@@ -55,9 +58,7 @@ def bake(
     failed = [row for row in rows if row.error]
     if json:
         as_json({"baked": [dataclasses.asdict(row) for row in rows], "without_a_sandbox": refused})
-    else:
-        table([_line(row) for row in rows if not row.error])
-    for row in failed:
+    for row in failed if len(rows) > _SHOWN else []:
         display.say(f"FAILED: {row.image} of {_tasks_of(row)}: {row.error}")
     for task, why in refused.items():
         display.say(f"FAILED: task {task}: {one_line(why)}")
@@ -112,8 +113,8 @@ async def _bake(
 
         def finished(row: Baked) -> None:
             display.advance()
-            if not row.error:
-                display.say(f"{row.image}: {row.name or 'nothing to make'} ({row.seconds:.1f} s)")
+            said = f"FAILED: {row.error}" if row.error else row.name or "nothing to make"
+            display.say(f"{row.image} of {_tasks_of(row)}: {said} ({row.seconds:.1f} s)")
 
         with stopping(display):
             display.begin("bake", len(wanted))
@@ -129,10 +130,6 @@ def _tasks(environment: Environment, splits: Sequence[str | None], only: Sequenc
     if not only:
         return list(found.values())
     return [task for task in found.values() if any(fnmatchcase(task.id, pattern) for pattern in only)]
-
-
-def _line(row: Baked) -> tuple[str, ...]:
-    return row.image, row.name or "-", f"{row.seconds:.1f} s", _tasks_of(row)
 
 
 def _tasks_of(row: Baked) -> str:
