@@ -1,5 +1,6 @@
 """The rollout side of a run over fake engines, without Ray: several environments, an engine that dies."""
 
+import asyncio
 import json
 import logging
 from types import SimpleNamespace
@@ -238,6 +239,33 @@ async def test_an_engine_that_does_not_start_anew_leaves_the_others_at_work(star
     await started.engine.engines[1].stop()
     with pytest.raises(EngineError, match="its GPU is gone"):
         await started.rollouts.update(weights, 3, 2)
+
+
+async def test_a_weight_update_does_not_wait_until_an_engine_that_failed_it_is_back(started):
+    """It gets requests once it serves the newest weights, which it was started with."""
+    one, other = started.engine.engines
+    start = asyncio.Event()
+
+    async def revive(worker, model_dir, weight_version):
+        await start.wait()
+        one.version = weight_version
+        return True
+
+    started.engine.revive = revive
+    weights = started.model.parent / "weights"
+    write_tokenizer(weights)
+    one.fail("/update_weights_from_disk", 500)
+    await started.rollouts.batch()
+    await asyncio.wait_for(started.rollouts.update(weights, 2, 1), 20)
+    table = started.rollouts._rollout.policy.table
+    assert [entry.worker for entry in table.offered()] == [other.worker]
+    assert (await started.rollouts.batch()).groups
+    start.set()
+    async with asyncio.timeout(20):
+        while len(table.offered()) < 2:
+            await asyncio.sleep(0.01)
+    await started.rollouts.update(weights, 3, 2)
+    assert (one.version, other.version) == (3, 3)
 
 
 async def test_an_engine_that_came_back_by_itself_is_started_anew_again_when_it_dies(started):

@@ -135,6 +135,16 @@ class RolloutWorker:
         assert self.policy is not None
         self.policy.set_workers(workers, version)
 
+    def came_back(self, worker: Worker) -> None:
+        """Look at once at an engine that was started anew."""
+        assert self.policy is not None
+        self.policy.came_back(worker)
+
+    def drop(self, worker: Worker) -> None:
+        """Take an engine out for good, with all its ranks."""
+        assert self.policy is not None
+        self.policy.drop(worker)
+
     def sandbox_stats(self) -> dict[str, float]:
         """Return the pool's counts, as metrics."""
         return self._pool.stats() if self._pool is not None else {}

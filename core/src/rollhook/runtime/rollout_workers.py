@@ -152,6 +152,16 @@ class RolloutWorkers:
         self._engines = (list(workers), version)
         self._tell("set_workers", *self._engines)
 
+    def came_back(self, worker: Worker) -> None:
+        """Let all look at once at an engine that was started anew."""
+        self._tell("came_back", worker)
+
+    def drop(self, worker: Worker) -> None:
+        """Take an engine out for good, with all its ranks."""
+        engines, version = self._engines
+        self._engines = ([each for each in engines if each.url != worker.url], version)
+        self._tell("drop", worker)
+
     def sandbox_stats(self) -> dict[str, float]:
         """Return the counts of all pools together, as metrics."""
         return total_stats([*self._past, *(worker.seen.sandboxes for worker in self._workers)])

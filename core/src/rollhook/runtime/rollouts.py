@@ -14,7 +14,7 @@ from rollhook.engine import Engine, SamplingParams
 from rollhook.engine.client import EngineClient
 from rollhook.engine.ranks import expand
 from rollhook.environment import Environment, Task
-from rollhook.errors import EngineError, UsageError, first_of
+from rollhook.errors import EngineError, RollhookError, UsageError, first_of
 from rollhook.records import Group
 from rollhook.router import Worker
 from rollhook.runtime.batch import Batch, Prompt
@@ -80,6 +80,7 @@ class Rollouts:
         self._weights: tuple[Path, int] | None = None
         self._reviving = asyncio.Lock()
         self._lost: dict[str, EngineError] = {}
+        self._returning: dict[str, asyncio.Task[None]] = {}
         #: what a reader of the results must know of sandboxes and data
         self.descriptions: dict[str, str] = {}
 
@@ -244,7 +245,10 @@ class Rollouts:
         return sum(waits) / len(waits) if waits else None
 
     async def update(self, path: Path, version: int, step: int) -> None:
-        """Bring weights with `step` steps to every engine; one that fails is revived or leaves."""
+        """Bring weights with `step` steps to every engine; one that fails is revived or leaves.
+
+        While others have the weights nobody waits for that.
+        """
         self._weights = (path, version)
         if self._engine is not None:
             self._engine.published(path, version)
@@ -253,8 +257,33 @@ class Rollouts:
         failed = await self._rollout.update_weights(path, version)
         lost = {worker.url for worker in failed}.intersection(self._lost)
         self._lost = {url: self._lost[url] for url in lost}  # the others have come back
+        gone = {Worker(worker.url): None for worker in self._workers if worker in failed}
+        if len(gone) < len({worker.url for worker in self._workers}):
+            for worker in gone:
+                if worker.url not in self._returning:
+                    self._returning[worker.url] = asyncio.ensure_future(self._bring_back(worker))
+        else:
+            await self._bring_back_all(list(gone), version)
+        if self._producer is not None:
+            self._producer.published(version, step)
+
+    async def _bring_back(self, worker: Worker) -> None:
+        """Start an engine anew that did not take the weights, or leave it out."""
+        try:
+            if await self._revive(worker):
+                self._rollout.came_back(worker)
+                return
+        except RollhookError as error:
+            logger.error("an engine does not start anew and is left out: %s", error)
+        finally:
+            del self._returning[worker.url]
+        self._workers = [w for w in self._workers if w.url != worker.url]
+        self._rollout.drop(worker)
+
+    async def _bring_back_all(self, workers: Sequence[Worker], version: int) -> None:
+        """Start the only engines anew, as far as they can be. Raises EngineError when none can."""
         why = EngineError(f"no engine took weight version {version}; their logs are in {self._attempt.logs}")
-        for worker in {Worker(worker.url): None for worker in failed}:
+        for worker in workers:
             try:
                 back = await self._revive(worker)
             except EngineError as error:
@@ -264,10 +293,7 @@ class Rollouts:
                 self._workers = [w for w in self._workers if w.url != worker.url]
         if not self._workers:
             raise why
-        if failed:
-            self._rollout.set_workers(self._workers, version)
-        if self._producer is not None:
-            self._producer.published(version, step)
+        self._rollout.set_workers(self._workers, version)
 
     async def _revive(self, worker: Worker) -> bool:
         """Start the server of a worker anew with the newest weights; False where the engine cannot do that.
@@ -302,6 +328,10 @@ class Rollouts:
 
     async def aclose(self) -> None:
         """Release everything: engines, sandboxes, environments."""
+        returning = list(self._returning.values())
+        for task in returning:
+            task.cancel()
+        await asyncio.gather(*returning, return_exceptions=True)
         await self._stack.aclose()
 
     def _say_where(self) -> None:

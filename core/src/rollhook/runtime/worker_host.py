@@ -1,8 +1,8 @@
 """The process around a rollout worker: hears the driver and tells it what happens, on a loop of its own.
 
 The driver asks for `prepare`, `load`, `open_policy`, `run`, `pause` and `close`, and tells `cancel`,
-`resume`, `set_version`, `set_workers` and `remote_loads`. The worker tells `journal`, `loads`, `seen` and
-`log`, and asks for `journal_durable` and `revive`.
+`resume`, `set_version`, `set_workers`, `came_back`, `drop` and `remote_loads`. The worker tells `journal`,
+`loads`, `seen` and `log`, and asks for `journal_durable` and `revive`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 #: seconds between two reports of loads, and two of all that live.json wants
 LOADS_INTERVAL, SEEN_INTERVAL = 0.1, 1.0
 #: methods of the policy that the driver calls from afar
-STEERED = ("resume", "set_version", "set_workers")
+STEERED = ("resume", "set_version", "set_workers", "came_back", "drop")
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 

@@ -84,6 +84,15 @@ class PolicyClient:
         """Say that all workers serve `version` now, but for the failed ones, which leave the routing."""
         self.table.set_version(version, failed)
 
+    def came_back(self, worker: Worker) -> None:
+        """Look at once at an engine that was started anew; it must serve the current version."""
+        self.fleet.health.trust(worker.url)
+        self.fleet.later(self.fleet.check_health())
+
+    def drop(self, worker: Worker) -> None:
+        """Take an engine out for good, with all its ranks."""
+        self.fleet.remove(Worker(worker.url))
+
     def pause(self, next_version: int | None = None) -> None:
         """Make new requests wait; `next_version` is what the engines may serve from now on."""
         self._next_version = next_version
