@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,10 @@ def write_task(root: Path, **files: str) -> Path:
     return root / "task"
 
 
+#: what an agent does with its tools
+Use = Callable[[Any], Awaitable[None]]
+
+
 class Pool:
     """Just enough of a pool: sandboxes of one backend."""
 
@@ -75,11 +79,14 @@ class Runs(Agent):
         self._phases = phases
         self.printed: list[str] = []
         self.asked: list[str] = []
+        self.use: Use | None = None
 
     async def run(self, context: AgentContext) -> StopReason:
         self.asked.append(str(context.observation.messages[-1]["content"]))
         if context.solve is not None:
             await context.solve()
+        if self.use is not None:
+            await self.use(context.tools)
         assert context.sandbox is not None
         for command in self._phases.pop(0) if self._phases else []:
             result = await context.sandbox.exec(["/bin/sh", "-c", command], timeout=60)
@@ -97,14 +104,21 @@ class Attempts:
         self.agent = Runs([], False)
 
     async def run(
-        self, task: Path, *phases: list[str], solve: bool = False, name: str = "e", **keys: Any
+        self,
+        task: Path,
+        *phases: list[str],
+        solve: bool = False,
+        use: Use | None = None,
+        name: str = "e",
+        **keys: Any,
     ) -> EpisodeRecord:
-        """Run an episode whose agent runs these commands, a list for each phase."""
+        """Run an episode whose agent first uses its tools, then runs a list of commands per phase."""
         environment = TBench2(TBench2Config(tasks_dir=str(task), **keys), build_context(self.scratch))
         assert environment.problems(self.pool.backend.capabilities) == []
         (only,) = environment.tasks()
         assert only.problem is None, only.problem
         self.agent = Runs(list(phases), solve)
+        self.agent.use = use
         runner = EpisodeRunner(
             name="tbench2",
             environment=environment,
@@ -116,6 +130,3 @@ class Attempts:
             context=build_context(self.scratch),
         )
         return (await runner.run(EpisodeRequest(name, name, only, 0, purpose="oracle"))).record
-
-
-MakeAttempts = Callable[[], Attempts]

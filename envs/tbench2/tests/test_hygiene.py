@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tb2_attempts import Attempts, write_task
@@ -181,3 +182,32 @@ async def test_the_agent_sees_no_tests_and_no_solution(tmp_path: Path, attempts:
     record = await attempts.run(write_task(tmp_path, **{"task.toml": TOML, **files}), [look])
     assert attempts.agent.printed == [""]
     assert record.reward == 0.0
+
+
+async def test_an_agent_without_rights_has_none_by_its_tools_either(
+    tmp_path: Path, attempts: Attempts
+) -> None:
+    toml = f'{TOML}[agent]\nuser = "nobody"\n[verifier]\nuser = "root"\n'
+    task = write_task(tmp_path, **{"task.toml": toml, "tests/test.sh": TEST, "tests/check.py": CHECK})
+    calls = [
+        ("exec", {"command": "id -un; echo x > /etc/planted"}),
+        ("write", {"path": "/root/planted", "content": "x"}),
+        ("exec", {"command": "umask 0; echo secret > /tmp/open; ls -ld /root"}),
+        ("read", {"path": "/root/.profile"}),
+        ("view", {"path": "/etc/shadow"}),
+        ("read", {"path": "/tmp/open"}),
+        ("write", {"path": "/tmp/mine", "content": "x"}),
+    ]
+    said: list[tuple[bool, str]] = []
+
+    async def use(tools: Any) -> None:
+        for name, arguments in calls:
+            result = await tools.call(name, arguments)
+            said.append((result.is_error, result.content))
+
+    record = await attempts.run(task, ["rm -rf /tmp/mine"], use=use)
+    assert record.reward == 0.0, record.detail
+    code, name = said[0][1].splitlines()[:2]
+    assert (code != "exit code 0", name) == (True, "nobody")
+    assert [error for error, _ in said] == [False, True, False, True, True, False, False]
+    assert said[5][1] == "secret\n"

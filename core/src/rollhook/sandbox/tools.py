@@ -84,8 +84,16 @@ class SandboxTools:
         return ToolResult("\n".join([head, *printed]), is_error=ended.timed_out)
 
     async def _read(self, path: str) -> ToolResult:
-        data = await self._sandbox.read(path, limit=_MOST)
-        return ToolResult(data.decode("utf-8", "replace"))
+        return ToolResult((await self._bytes(path)).decode("utf-8", "replace"))
+
+    async def _bytes(self, path: str) -> bytes:
+        """Return a file's bytes, as far as the user may read it."""
+        if self._user is not None:
+            argv = ["/bin/sh", "-c", '[ ! -r "$1" ] || [ ! -f "$1" ] || exit 0; exec cat -- "$1"', "sh", path]
+            may = await self._sandbox.exec(argv, user=self._user, timeout=60.0, max_output=4096)
+            if not may.ok:
+                raise OSError(may.exit_code, may.error_text.strip() or f"{path} cannot be read")
+        return await self._sandbox.read(path, limit=_MOST)
 
     async def _write(self, path: str, content: str) -> ToolResult:
         data = content.encode("utf-8", "replace")
@@ -97,7 +105,7 @@ class SandboxTools:
         return ToolResult(ended.error_text or f"wrote {len(data)} bytes", is_error=not ended.ok)
 
     async def _view(self, path: str, first: int = 1, last: int | None = None) -> ToolResult:
-        lines = (await self._sandbox.read(path, limit=_MOST)).decode("utf-8", "replace").splitlines()
+        lines = (await self._bytes(path)).decode("utf-8", "replace").splitlines()
         shown = enumerate(lines[first - 1 : last], start=first)
         text = "\n".join(f"{number:6}  {line}" for number, line in shown)
         return ToolResult(text or f"the file has {len(lines)} lines", is_error=not text)

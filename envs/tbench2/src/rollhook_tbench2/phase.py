@@ -55,7 +55,8 @@ class TBench2Phase(Phase):
         self._sandbox: Sandbox = episode.ctx.box("main")
         self._solved_with: int | None = None
         self.user = stage.user if stage.user != episode.task.stages[0].user else None
-        self.tools = SandboxTools(self._sandbox, self.user)
+        acting = stage.user or self._sandbox.spec.user
+        self.tools = SandboxTools(self._sandbox, None if acting in _ROOT else acting)
         self.judges = () if judge is None else (judge,)
         self.min_reward = stage.min_reward
         if stage.name and stage.agent_seconds is not None:
