@@ -8,10 +8,10 @@ a background command cancels the task that started it; reads and writes of files
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -43,6 +43,13 @@ class Ran:
     stderr: str
 
 
+def _load() -> ModuleType:
+    import e2b
+
+    module: ModuleType = e2b
+    return module
+
+
 class Service:
     """One client of the service, for one event loop. Errors are SandboxError; the key is in none of them."""
 
@@ -72,7 +79,7 @@ class Service:
     async def open(cls, config: E2BConfig, key: str) -> Service:
         """Load the SDK, on a thread. Raises SandboxError(kind="user") where it is not installed."""
         try:
-            sdk = await asyncio.to_thread(importlib.import_module, "e2b")
+            sdk = await asyncio.to_thread(_load)
         except ImportError as error:
             raise SandboxError(
                 f"the E2B SDK cannot be imported ({error}); pip install 'e2b>=2.53,<3'", kind="user"
@@ -82,14 +89,14 @@ class Service:
     @property
     def version(self) -> str:
         """The SDK's version."""
-        from importlib.metadata import version
-
         return version("e2b")
 
     @property
     def parse(self) -> Parser:
         """The SDK's Dockerfile parser."""
-        parser: Parser = importlib.import_module("e2b.template.dockerfile_parser").parse_dockerfile
+        from e2b.template.dockerfile_parser import parse_dockerfile
+
+        parser: Parser = parse_dockerfile
         return parser
 
     async def call(self, what: str, work: Coroutine[Any, Any, T], seconds: float | None = None) -> T:
