@@ -87,7 +87,8 @@ async def detached(tmp_path: Path) -> AsyncIterator[Detached]:
     await made.aclose()
 
 
-async def test_a_short_command_takes_one_request(detached: Detached, tmp_path: Path) -> None:
+async def test_a_short_command_takes_one_request(tmp_path: Path) -> None:
+    detached = Detached(Machine(), base=str(tmp_path), times=DetachedTimes(first=20.0))
     process = await detached.start(["sh", "-c", "echo out; echo err >&2; exit 3"], cwd=str(tmp_path))
     assert await finish(process) == (3, b"out\n", b"err\n")
     assert isinstance(detached.link, Machine)
@@ -100,7 +101,7 @@ async def test_a_long_command_is_looked_after(detached: Detached, tmp_path: Path
     assert await finish(process) == (143, b"1\n2\n3\n", b"")
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 async def test_lost_requests_and_replies_run_nothing_twice(tmp_path: Path, seed: int) -> None:
     detached = Detached(
         Machine(0.4, seed), base=str(tmp_path), times=DetachedTimes(poll=0.2, backoff_first=0.01)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollhook.errors import SandboxError
@@ -173,6 +173,7 @@ def test_parsing_loses_no_instruction(lines: list[str]) -> None:
     assert parse("\n".join(kept)) == parsed
 
 
+@settings(max_examples=20, deadline=None)
 @given(st.binary(max_size=3000), st.text("abc \u00fc'\"-", min_size=1, max_size=20))
 def test_any_bytes_and_names_arrive(data: bytes, name: str) -> None:
     with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:

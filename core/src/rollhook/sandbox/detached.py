@@ -286,6 +286,7 @@ class DetachedProcess:
         self._looker: asyncio.Task[None] | None = None
         self._input = bytearray()
         self._chunks = 0
+        self._feeder: asyncio.Task[None] | None = None
         self._feeding = asyncio.Lock()
         self._learn(first)
 
@@ -390,27 +391,38 @@ class DetachedProcess:
             self._code = answer.code
 
     async def write_stdin(self, data: bytes) -> None:
-        """Write and drain; BrokenPipeError once nobody reads."""
+        """Take data, which travels in the background; waits while much is under way.
+
+        Raises BrokenPipeError once nobody reads.
+        """
         if self._broken or self._code is not None or self._input_closed:
             raise BrokenPipeError(32, "nobody reads")
         self._input += data
-        if len(self._input) >= _INPUT_CHUNK or not self._feeding.locked():
-            await self._flush()
+        if self._feeder is None or self._feeder.done() or len(self._input) >= 2 * _INPUT_CHUNK:
+            await self._fed()
+            self._feeder = asyncio.create_task(self._feed())
 
     async def close_stdin(self) -> None:
-        """Signal end of file."""
-        await self._flush()
+        """Signal end of file, after all that was written."""
+        await self._fed()
+        await self._feed()
         if not self._input_closed and self._code is None:
             self._input_closed = True
             await self._detached.tell(sh.end_of_input(self._directory))
 
-    async def _flush(self) -> None:
+    async def _fed(self) -> None:
+        """Wait for what is under way, and raise what went wrong with it."""
+        feeder, self._feeder = self._feeder, None
+        if feeder is not None:
+            await feeder
+
+    async def _feed(self) -> None:
         async with self._feeding:
-            while self._input:
+            while self._input and not self._broken and self._code is None:
                 data = bytes(self._input[:_INPUT_CHUNK])
                 del self._input[:_INPUT_CHUNK]
-                await self._give(self._chunks + 1, data)
                 self._chunks += 1
+                await self._give(self._chunks, data)
 
     async def _give(self, number: int, data: bytes) -> None:
         if len(data) <= _INLINE_INPUT:
@@ -427,9 +439,13 @@ class DetachedProcess:
 
     async def aclose(self) -> None:
         """Drop the handle; the command, if it runs, goes on."""
-        if self._looker is not None and not self._looker.done():
-            self._looker.cancel()
-            await asyncio.wait({self._looker})
+        tasks = {task for task in (self._looker, self._feeder) if task is not None}
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        if self._feeder is not None and not self._feeder.cancelled() and self._feeder.exception() is not None:
+            logger.info("input of a command did not arrive: %s", self._feeder.exception())
         if self._code is not None:
             self._detached.finished.append(self._directory)
 

@@ -15,20 +15,21 @@ from rollhook.sandbox import scripts
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
-#: $1: pauses; $2, $3: bytes of out and err that are there already; $4: bytes of each to return at most.
-#: Waits until the command has ended or has printed more, then prints the answer
+#: $1: pauses; $2, $3: bytes of out and err that are there already; $4: bytes of each to return at most;
+#: $5: "end" to wait for the command's end alone. Waits until it has ended or printed more, then answers
 _LOOK = r"""
 running() {
   { read -r w < "$d/w" && IFS= read -r stat < "/proc/$w/stat"; } || return 1
   case ${stat##*) } in Z* | X*) return 1 ;; esac
 }
-pauses=$1 out=$2 err=$3 most=$4 code=- broken=0
+pauses=$1 out=$2 err=$3 most=$4 until=$5 code=- broken=0
 for pause in $pauses end; do
   running && gone= || gone=1
   read -r code < "$d/exit" || code=-
   set -- $(wc -c "$d/out" "$d/err")
   [ "$code" = - ] && [ "$gone" ] && code=137
-  [ "$code" != - ] || [ "${1:-0}" -gt "$out" ] || [ "${3:-0}" -gt "$err" ] && break
+  [ "$code" = - ] || break
+  [ "$until" ] || { [ "${1:-0}" -le "$out" ] && [ "${3:-0}" -le "$err" ]; } || break
   [ "$pause" = end ] || sleep "$pause" || sleep 1
 done
 [ -e "$d/broken" ] && broken=1
@@ -241,7 +242,7 @@ def start(
         USER=shlex.quote(user or ""),
         ACCOUNT=_ACCOUNT if user else ":",
         PIPE='mkdir "$d/in" && mkfifo "$d/fifo"' if stdin else "",
-        LOOK_ARGS=f"{shlex.quote(pauses(wait))} 0 0 {most}",
+        LOOK_ARGS=f"{shlex.quote(pauses(wait))} 0 0 {most} end",
         LOOK=_LOOK,
         CLEAN=f"rm -rf {shlex.join(finished)}" if finished else "",
         END=f"rollhook-{nonce}",
