@@ -37,6 +37,7 @@ cgroup_manager = "cgroupfs"
 events_logger = "file"
 runtime = "runc"
 lock_type = "file"
+exit_command_delay = 86400
 tmp_dir = "{root}/tmp"
 [network]
 network_backend = "netavark"
@@ -131,6 +132,15 @@ def missing() -> str:
     return ""
 
 
+def _end_monitors(root: Path) -> None:
+    """End what Podman leaves for each command: a process that waits to tidy up after it."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            argv = (process / "cmdline").read_bytes().split(b"\0")
+            if argv[0].endswith(b"conmon") and any(f"{root}/".encode() in part for part in argv):
+                os.kill(int(process.name), signal.SIGKILL)
+
+
 @contextlib.contextmanager
 def container_engine(storage_bytes: int | None = None) -> Iterator[Engine]:
     """Give an engine for the session; skips with the part that is missing, and clears up behind itself.
@@ -160,6 +170,7 @@ def container_engine(storage_bytes: int | None = None) -> Iterator[Engine]:
     finally:
         engine.podman("rm", "--all", "--force", "--volumes", "--time=0", check=False)
         engine.stop()
+        _end_monitors(root)
         for _ in range(2):  # Podman may have mounted it upon itself
             mount = root / "storage/overlay"
             subprocess.run(["umount", "--recursive", "--lazy", mount], check=False, capture_output=True)
