@@ -97,6 +97,7 @@ def test_in_containers(engine: Engine, tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(600)
 def test_all_in_containers(engine: Engine, tmp_path: Path) -> None:
     assert verdicts(in_containers(engine, tmp_path, list(VERDICTS))) == VERDICTS
 
@@ -129,6 +130,7 @@ def test_at_vendors(name: str, double: Double, tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["daytona", "e2b"])
 def test_all_that_need_no_image_at_vendors(name: str, double: Double, tmp_path: Path) -> None:
     needs_part(f"rollhook_{name}", name)
@@ -153,6 +155,7 @@ def harbor(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(3600)
 def test_harbors_own_oracle_agrees(engine: Engine, harbor: Path, tmp_path: Path) -> None:
     assert engine.root is not None, "Harbor drives podman itself: unset DOCKER_HOST"
     tasks = tmp_path / "tasks"

@@ -305,9 +305,11 @@ async def _compare(
     source = task_source(pack, environment, parse_keys(keys))
     with stopping(display):
         async with AsyncExitStack() as stack:
-            sides = []
+            sides, names = [], []
             for letter, text in zip("AB", sandboxes, strict=True):
-                recipe = proof_recipe(source, sandbox_source(text))
+                backend = sandbox_source(text)
+                names.append(f"{letter}: {backend['use'] if backend else 'none'}")
+                recipe = proof_recipe(source, backend)
                 parts = load_parts(recipe, attempt.path, attempt.run.run_id, attempt.number, ())
                 sides.append(await stack.enter_async_context(Side(parts, attempt, f"probe-{letter}")))
             tasks = _chosen(await asyncio.to_thread(sides[0].environment.tasks, split), only)
@@ -323,7 +325,7 @@ async def _compare(
 
             rows = await compare(sides[0], sides[1], todo, concurrency, finished)
             display.end()
-    return rows, list(sandboxes), len(todo)
+    return rows, names, len(todo)
 
 
 def _print_differences(rows: Sequence[Difference], names: Sequence[str], count: int) -> None:
