@@ -9,6 +9,7 @@ import math
 import re
 import secrets
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -161,8 +162,8 @@ class DaytonaSandboxes(SandboxBackend):
             wanted["domain_allow_list"] = ",".join(spec.network_allow)
             if "domain_allow_list" not in known:
                 raise SandboxError(
-                    f"Daytona's SDK {sdk.__name__} is too old to allow only certain hosts on the network; "
-                    "run: pip install --upgrade 'daytona<1'",
+                    f"the Daytona SDK {version('daytona')} is too old to allow only certain hosts on the "
+                    "network; run: pip install --upgrade 'daytona<1'",
                     kind="user",
                 )
         if spec.lifetime_seconds is not None and "ttl_minutes" in known:
