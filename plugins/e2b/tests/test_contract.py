@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar
 
 import pytest
@@ -30,3 +31,23 @@ class TestE2BLeaksNothing(NoLeakContract):
             "sandbox_url": double.url("e2b_envd"),
             "api_key": "env:E2B_API_KEY",
         }
+
+    @pytest.fixture
+    def weather(self, double: Any) -> AbstractContextManager[object]:
+        """Lost replies, throttling and faults of the service, now and then."""
+
+        @contextmanager
+        def bad() -> Iterator[None]:
+            create = {"surface": "e2b_api", "method": "POST", "path": "/v2/sandboxes"}
+            for number in range(8):
+                double.fault(**create, skip=20 * number, drop="after")
+                double.fault(
+                    **create, skip=25 * number, status=429, body={"code": 429, "message": "slow down"}
+                )
+            for number in range(4):
+                body = {"code": 500, "message": "oops"}
+                double.fault(surface="e2b_api", method="DELETE", skip=30 * number, status=500, body=body)
+            yield
+            double.clear_faults()
+
+        return bad()

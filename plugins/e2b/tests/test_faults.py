@@ -185,6 +185,32 @@ async def test_envd_that_is_away_for_a_moment_is_no_death(one_box: Any, double: 
         assert (await box.shell("echo fine", timeout=30)).text == "fine\n"
 
 
+async def test_files_are_asked_for_again(one_box: Any, double: Any) -> None:
+    async with one_box() as (_, box):
+        data = bytes(range(256)) * 4096
+        for rule in ({"status": 502, "body": {"code": 502, "message": "bad gateway"}}, {"drop": "after"}):
+            for path in (START["path"], "/files"):
+                double.fault(surface="e2b_envd", path=path, **rule)
+            await box.write("small", b"x")
+            await box.write("large", data)
+            assert await box.read("small") == b"x"
+            for path in (START["path"], "/files"):
+                double.fault(surface="e2b_envd", path=path, **rule)
+            assert await box.read("large") == data
+
+
+async def test_a_sandbox_that_ends_while_it_is_made_is_tried_again(make_e2b: Any, double: Any) -> None:
+    backend = make_e2b()
+    body = {"code": 502, "message": "The sandbox was not found"}
+    double.fault(**START, status=502, body=body)
+    with pytest.raises(SandboxError) as raised:
+        await backend.create(SandboxSpec(labels={"test": "ended"}))
+    assert backend.retryable(raised.value)
+    for info in await backend.list({"test": "ended"}):
+        await backend.delete(info.id)
+    await backend.aclose()
+
+
 async def test_a_machine_that_crashes_is_told(one_box: Any, double: Any) -> None:
     async with one_box() as (_, box):
         call = asyncio.create_task(box.exec(["sleep", "300"], timeout=100))

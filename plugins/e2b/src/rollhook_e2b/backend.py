@@ -8,6 +8,7 @@ import math
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from rollhook.component import BuildContext
 from rollhook.errors import SandboxDead, SandboxError
@@ -51,6 +52,7 @@ class E2BSandboxes(SandboxBackend):
         self._builds: Builds | None = None
         self._opening = asyncio.Lock()
         self._undoing: set[asyncio.Task[None]] = set()
+        self._made: WeakSet[E2BSandbox] = WeakSet()
 
     async def start(self) -> None:
         """Load the SDK and ask the service for a list, so that a key that it refuses is told at once."""
@@ -133,12 +135,15 @@ class E2BSandboxes(SandboxBackend):
         sandbox = E2BSandbox(service, box, spec, lambda age: self._lease(spec, age))
         try:
             await sandbox.prepare()
+        except SandboxDead as error:
+            raise ServiceError(f"it ended while it was being made: {error}") from error
         except BaseException:
             try:
                 await service.kill(box.sandbox_id)
             except SandboxError as error:
                 self.context.logger.warning("%s; its lease ends it", error)
             raise
+        self._made.add(sandbox)
         return sandbox
 
     def _lease(self, spec: SandboxSpec, age: float) -> int:
@@ -205,8 +210,9 @@ class E2BSandboxes(SandboxBackend):
 
     async def aclose(self) -> None:
         """Finish what cancelled creates have left and let the client go."""
-        if self._undoing:
-            await asyncio.wait(set(self._undoing), timeout=2 * self.config.request_seconds)
+        left = {asyncio.ensure_future(sandbox.settle()) for sandbox in self._made} | self._undoing
+        if left:
+            await asyncio.wait(left, timeout=2 * self.config.request_seconds)
         if self._builds is not None:
             await self._builds.aclose()
         if self._service is not None:

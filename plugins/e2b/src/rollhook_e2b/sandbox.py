@@ -57,7 +57,7 @@ class E2BSandbox(RawSandbox):
 
     async def prepare(self) -> None:
         """Make the working directory, and note which processes are not the agent's."""
-        ran = await self._sh(scripts.PREPARE, self.spec.workdir, self.spec.user or "")
+        ran = await self._again(scripts.PREPARE, self.spec.workdir, self.spec.user or "")
         if ran.code != 0:
             raise SandboxError(
                 f"sandbox {self.id}: the working directory {self.spec.workdir} cannot be made: "
@@ -86,7 +86,7 @@ class E2BSandbox(RawSandbox):
 
     async def read(self, path: str, *, limit: int) -> bytes:
         """Return a file's bytes: small ones with one command, large ones by download."""
-        ran = await self._sh(scripts.READ, path, str(limit), str(_INLINE_READ))
+        ran = await self._again(scripts.READ, path, str(limit), str(_INLINE_READ))
         if ran.code == 49:
             data = await self._download(path, limit)
         elif ran.code == 48:
@@ -102,7 +102,7 @@ class E2BSandbox(RawSandbox):
 
     async def _download(self, path: str, limit: int) -> bytes:
         try:
-            return await self._service.download(self._box, path, limit)
+            return await self._detached.again(lambda: self._service.download(self._box, path, limit))
         except ServiceError as error:
             if error.kind == "user":  # it has changed meanwhile
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from error
@@ -111,11 +111,11 @@ class E2BSandbox(RawSandbox):
     async def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
         """Write a file beside its place and move it there: a link is replaced, readers see all or nothing."""
         if len(data) <= _INLINE_WRITE:
-            ran = await self._sh(scripts.WRITE, path, f"{mode:o}", base64.b64encode(data).decode())
+            ran = await self._again(scripts.WRITE, path, f"{mode:o}", base64.b64encode(data).decode())
         else:
             beside = posixpath.join(posixpath.dirname(path), f".rollhook-{secrets.token_hex(6)}")
             try:
-                await self._service.upload(self._box, beside, data)
+                await self._detached.again(lambda: self._service.upload(self._box, beside, data))
             except ServiceError as error:
                 if error.kind == "infrastructure":
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path) from error
@@ -161,8 +161,16 @@ class E2BSandbox(RawSandbox):
             )
         return [answer == "1" for answer in answers]
 
+    async def settle(self) -> None:
+        """Wait for what cancelled starts have left to do inside."""
+        await self._detached.aclose()
+
     async def _sh(self, script: str, *words: str) -> Ran:
         return await self._run(["/bin/sh", "-c", script, "rollhook", *words])
+
+    async def _again(self, script: str, *words: str) -> Ran:
+        """Run a script that may be run twice until its answer arrives."""
+        return await self._detached.again(lambda: self._sh(script, *words))
 
     async def _run(self, argv: Sequence[str], seconds: float | None = None) -> Ran:
         """Run a short command as root; what a login profile prints is not of its output."""
