@@ -284,6 +284,25 @@ async def test_patience_has_an_end(tmp_path: Path) -> None:
     assert 120 <= now < 130
 
 
+async def test_as_long_is_waited_as_the_service_asks(tmp_path: Path) -> None:
+    slept: list[float] = []
+
+    class Throttled(Machine):
+        async def run(self, script: str, *, timeout: float) -> str:
+            if len(slept) < 2:
+                error = SandboxError("too many requests", kind="retryable")
+                error.retry_after = 7.0 if not slept else 4000.0  # type: ignore[attr-defined]
+                raise error
+            return await super().run(script, timeout=timeout)
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    detached = Detached(Throttled(), base=str(tmp_path), sleep=sleep)
+    assert (await finish(await detached.start(["true"], cwd="/")))[0] == 0
+    assert slept == [7.0, 30.0]
+
+
 async def test_finished_commands_are_cleared_away(detached: Detached, tmp_path: Path) -> None:
     for _ in range(3):
         await finish(await detached.start(["true"], cwd=str(tmp_path)))

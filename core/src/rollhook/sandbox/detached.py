@@ -146,7 +146,8 @@ class Detached:
                 if error.kind != "retryable" or self._clock() >= deadline:
                     raise
                 logger.info("a request to a sandbox is sent again: %s", error)
-            await self._sleep(min(self.times.backoff_first * 2.0**tries, self.times.backoff_most))
+                asked = min(float(getattr(error, "retry_after", None) or 0.0), self.times.patience / 4)
+            await self._sleep(max(asked, min(self.times.backoff_first * 2.0**tries, self.times.backoff_most)))
         raise AssertionError("unreachable")
 
     async def kill_tree(self, mark: str, own_pids: frozenset[int]) -> list[tuple[int, str]]:

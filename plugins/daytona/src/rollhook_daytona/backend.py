@@ -285,7 +285,11 @@ class DaytonaSandboxes(SandboxBackend):
             client, self._client = self._client, None
             rest, self._rest = self._rest, None
         if client is not None:
-            await client.close()
+            try:
+                async with asyncio.timeout(_LAST_LOOK):
+                    await client.close()
+            except Exception as error:  # noqa: BLE001 - nothing depends on it any more
+                logger.warning("the Daytona client did not close: %s", self.translate(error, "closing"))
         if rest is not None:
             await rest.aclose()
 
