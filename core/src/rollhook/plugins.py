@@ -56,15 +56,16 @@ class Plugins:
         self.manager = pluggy.PluginManager(hookspecs.PROJECT)
         self.manager.add_hookspecs(hookspecs)
         self.failures: dict[Name, LoadError] = {}
-        self._entries = list(entries)
-        self._twice = claimed_twice(self._entries)
+        #: the entry points that were found when it was made
+        self.entries = list(entries)
+        self._twice = claimed_twice(self.entries)
         self._components: dict[Name, Component] = {}
         self._by_name: dict[Name, EntryInfo] = {}
         self._owners: dict[str, str] = {}
 
     def __reduce__(self) -> tuple[type[Plugins], tuple[list[EntryInfo]]]:
         """In another process the same entries are there, and load when they are built."""
-        return Plugins, (self._entries,)
+        return Plugins, (self.entries,)
 
     def add(self, names: Iterable[Name], *, strict: bool = True) -> None:
         """Load further names; LoadError at the first that cannot be, or noted in `failures` if not strict."""
@@ -160,10 +161,10 @@ class Plugins:
                     hint=f"uninstall one: pip uninstall {self._twice[kind, name][-1].distribution}",
                 )
             )
-        for entry in self._entries:
+        for entry in self.entries:
             if (entry.kind, entry.name) == (kind, name):
                 return entry
-        raise LoadError(_unknown_name(kind, name, self._entries))
+        raise LoadError(_unknown_name(kind, name, self.entries))
 
     def _register(self, entry: EntryInfo) -> ModuleType:
         try:
@@ -203,12 +204,19 @@ class Plugins:
         )
 
 
-def load(names: Iterable[Name], observers: Iterable[str] = (), *, strict: bool = True) -> Plugins:
+def load(
+    names: Iterable[Name],
+    observers: Iterable[str] = (),
+    *,
+    strict: bool = True,
+    entries: Iterable[EntryInfo] | None = None,
+) -> Plugins:
     """Load components by (kind, name) and observer plugins by name, and nothing else.
 
-    Raises LoadError at the first that cannot be loaded; with `strict` off these are in `.failures`.
+    `entries` are what `installed` found, for whoever has just asked that. Raises LoadError at the first that
+    cannot be loaded; with `strict` off these are in `.failures`.
     """
-    plugins = Plugins(installed())
+    plugins = Plugins(installed() if entries is None else entries)
     plugins.add([*names, *(("plugin", name) for name in observers)], strict=strict)
     return plugins
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
+from rollhook.installed import EntryInfo
 from rollhook.plugins import Plugins, load
 from rollhook.recipe.digests import digest_of
 from rollhook.recipe.load import Loaded, read_recipe
@@ -99,13 +100,14 @@ def _check(
     above: tuple[str, ...],
     *,
     evaluating: bool = False,
+    entries: list[EntryInfo] | None = None,
 ) -> Checked:
     loaded = read_recipe(source, overrides, needs_results=needs_results)
     if not loaded.resolved:
         return Checked(loaded, load([]), [], loaded.problems, site or "none")
     if site is None and loaded.validated is not None:
         site = "here" if loaded.validated.launcher.use == "local" else "none"
-    parts = find_parts(loaded, whole=site == "here")
+    parts = find_parts(loaded, whole=site == "here", entries=entries)
     found = list(parts.problems)
     if loaded.validated is not None:
         composition = Composition(loaded, loaded.validated, parts, evaluating)
@@ -118,7 +120,7 @@ def _check(
             found += check_site(composition)
     problems = loaded.problems + [loaded.locate(problem) for problem in found]
     if not evaluating:
-        problems += _needed(loaded, site, needs_results, (*above, loaded.name))
+        problems += _needed(loaded, site, needs_results, (*above, loaded.name), parts.plugins.entries)
     changed: list[Problem] = []
     if loaded.locked is not None and site == "here":
         changed = mismatches(loaded, parts.plugins)
@@ -131,7 +133,11 @@ def _check(
 
 
 def _needed(
-    loaded: Loaded, site: Site | None, results: Mapping[str, Any] | None, above: tuple[str, ...]
+    loaded: Loaded,
+    site: Site | None,
+    results: Mapping[str, Any] | None,
+    above: tuple[str, ...],
+    entries: list[EntryInfo],
 ) -> Iterator[Problem]:
     """Yield what is wrong with the recipes under `needs` that have not run yet."""
     if loaded.validated is None:
@@ -146,7 +152,7 @@ def _needed(
             chain = " -> ".join((*above, inner.name))
             yield loaded.locate(Problem(key, f"goes round in a circle: {chain}"))
             continue
-        checked = _check(need.recipe, need.overrides, site, None, above)
+        checked = _check(need.recipe, need.overrides, site, None, above, entries=entries)
         if not checked.composition and not checked.loaded.unresolved:
             further = {key: each for key, each in checked.loaded.met.items() if key.startswith("needs.")}
             loaded.met[f"needs.{alias}"] = digest_of([digest(checked.loaded, checked.plugins), further])

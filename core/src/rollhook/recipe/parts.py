@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from rollhook.component import BuildContext
 from rollhook.errors import RollhookError
-from rollhook.installed import nearest
+from rollhook.installed import EntryInfo, nearest
 from rollhook.packs import cache_directory
 from rollhook.plugins import LoadError, Plugins, load
 from rollhook.recipe.load import Loaded
@@ -77,14 +77,14 @@ class Parts:
             return Problem(f"{part.key}.use", f"{part.name} cannot be built here: {reason}", scope="site")
 
 
-def find_parts(loaded: Loaded, *, whole: bool = True) -> Parts:
+def find_parts(loaded: Loaded, *, whole: bool = True, entries: Sequence[EntryInfo] | None = None) -> Parts:
     """Load and validate every component that the recipe names; nothing is raised.
 
     Without `whole` the classes of environments, trackers and packs are left alone: their imports take as long
     as the rest of a check.
     """
     located = located_names(loaded)
-    plugins = load([(kind, name) for kind, name, _ in located], strict=False)
+    plugins = load([(kind, name) for kind, name, _ in located], strict=False, entries=entries)
     found = Parts(plugins, [], [], whole)
     for kind, name, key in located:
         if (kind, name) in plugins.failures:
