@@ -133,6 +133,10 @@ def test_the_agent_works_as_the_user_that_the_task_names(tmp_path: Path) -> None
     task = write_task(tmp_path, "[agent]\nuser = 1000\n[environment]\ndocker_image = 'x:1'\n")
     assert boxes(task)["main"].user == "1000"
     assert refused(task, IMAGES - {"user"}) == "task t: agent.user needs a sandbox with the capability user"
+    image = write_task(tmp_path / "image", "", **{"environment/Dockerfile": "FROM x:1\nUSER worker\n"})
+    assert refused(image, IMAGES - {"user"}) == (
+        "task t: USER in environment/Dockerfile needs a sandbox with the capability user"
+    )
 
 
 @pytest.mark.parametrize(
@@ -238,7 +242,7 @@ def test_a_step_inherits_what_it_does_not_say(tmp_path: Path) -> None:
     assert (two.agent_seconds, two.user, two.verifier.timeout_sec) == (30.0, "other", 60.0)
     assert two.judge is not None
     assert (one.min_reward, two.min_reward) == ({"reward": 0.5}, 0.25)
-    assert task.limits == {"agent": 50.0, "verify": 170.0}
+    assert task.limits == {"agent": 50.0, "verify": 290.0}
     episode = made.episode(task, EpisodeContext("e", 0, {}, build_context()))
     assert {name: box.when for name, box in episode.boxes.items()} == {
         "main": "start",
@@ -328,3 +332,18 @@ def test_a_box_that_cannot_be_had_is_unsupported_by_name(tmp_path: Path) -> None
     task = write_task(tmp_path, "", **{"environment/Dockerfile": "FROM x:1\nRUN make\n"})
     with pytest.raises(Unsupported, match="task t: it needs its container image"):
         boxes(task, HOST)
+
+
+@pytest.mark.parametrize(
+    ("toml", "dockerfile", "create"),
+    [
+        ("", "FROM x:1\n", 600.0),
+        ("build_timeout_sec = 90.0\n", "FROM x:1\n", 90.0),
+        ("docker_image = 'x:1'\n", "FROM x:1\n", None),
+    ],
+)
+def test_a_build_has_its_time_within_the_budget(
+    tmp_path: Path, toml: str, dockerfile: str, create: float | None
+) -> None:
+    task = write_task(tmp_path, f"[environment]\n{toml}", **{"environment/Dockerfile": dockerfile})
+    assert environment(task, IMAGES).tasks()[0].limits.get("create") == create

@@ -211,3 +211,38 @@ async def test_an_agent_without_rights_has_none_by_its_tools_either(
     assert (code != "exit code 0", name) == (True, "nobody")
     assert [error for error, _ in said] == [False, True, False, True, True, False, False]
     assert said[5][1] == "secret\n"
+
+
+async def test_a_collect_hook_that_calls_the_agents_program_leaves_nothing_running(
+    tmp_path: Path, attempts: Attempts
+) -> None:
+    toml = f"{TOML}[[verifier.collect]]\ncommand = 'sh /work/report.sh'\n"
+    task = write_task(tmp_path, **{"task.toml": toml, "tests/test.sh": TEST, "tests/check.py": CHECK})
+    script = f"cat > /work/report.sh <<'E'\nsetsid sh -c '{FOREVER}' > /dev/null 2>&1 &\nsleep 0.1\nE\n"
+    record = await attempts.run(task, [script])
+    assert record.reward == 0.0
+    assert "/logs/verifier/reward.txt" in record.detail["planted"]
+
+
+#: runs what the agent left, and says no whatever it does
+TRUSTS = """#!/bin/bash
+mkdir -p /logs/verifier
+python3 /tests/check.py
+echo 0 > /logs/verifier/reward.txt
+sleep 0.3
+"""
+RUNS = (
+    "import os, subprocess\nif UNPRIVILEGED: os.setuid(65534)\nsubprocess.run(['sh', '/work/program.sh'])\n"
+)
+
+
+@pytest.mark.parametrize(("unprivileged", "reward"), [(False, 1.0), (True, 0.0)])
+async def test_a_program_that_the_tests_run_has_their_rights(
+    tmp_path: Path, attempts: Attempts, unprivileged: bool, reward: float
+) -> None:
+    """A residual risk even of a verifier of its own; the way out is the tests' own."""
+    check = RUNS.replace("UNPRIVILEGED", str(unprivileged))
+    task = write_task(tmp_path, **{"task.toml": TOML, "tests/test.sh": TRUSTS, "tests/check.py": check})
+    daemon = "while :; do echo 1 > /logs/verifier/reward.txt; sleep 0.01; done"
+    script = f"cat > program.sh <<'E'\nsetsid sh -c '{daemon}' > /dev/null 2>&1 &\nE\nchmod a+rx . program.sh"
+    assert (await attempts.run(task, [script])).reward == reward

@@ -289,6 +289,17 @@ async def test_a_step_that_cannot_be_set_up_is_no_reward(tmp_path: Path, attempt
     assert record.outcome.cause == "setup.sh of step two ended with 4: broken"
 
 
+async def test_a_user_of_one_step_is_not_that_of_the_next(tmp_path: Path, attempts: Attempts) -> None:
+    toml = STEPS.replace('name = "two"\n', 'name = "two"\n[steps.verifier]\nuser = "nobody"\n')
+    toml = toml.replace("min_reward = 0.5\n", '[steps.agent]\nuser = "nobody"\n')
+    task = steps(tmp_path, toml)
+    for test in ("tests/test.sh", "steps/two/tests/test.sh"):
+        (task / test).write_text((task / test).read_text().replace("ls -A /tests", "id -un"))
+    record = await attempts.run(task, ["id -un", "echo 1 > answer.txt"], ["id -un", "echo 1 > answer.txt"])
+    assert attempts.agent.printed[0::2] == ["nobody\n", "root\n"]
+    assert [phase["output"] for phase in record.detail["phases"]] == ["root", "nobody"]
+
+
 async def test_steps_may_have_verifiers_and_users_of_their_own(tmp_path: Path, attempts: Attempts) -> None:
     toml = STEPS.replace(
         'name = "two"\n',

@@ -202,6 +202,13 @@ BAD = {
         'artifacts = ["/"]\n',
         ["task.toml:1: artifacts.0.source: '/' is no path of a file or directory without '..'"],
     ),
+    "an artifact at the verifier's place": (
+        'artifacts = ["/logs/verifier/reward.txt"]\n',
+        [
+            "task.toml:1: artifacts.0.source: '/logs/verifier/reward.txt' is where only the verifier may "
+            "leave anything"
+        ],
+    ),
     "a destination outside": (
         '[[artifacts]]\nsource = "/work"\ndestination = "../x"\n',
         [

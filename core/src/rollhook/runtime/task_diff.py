@@ -44,7 +44,9 @@ done
 say places proc "$([ -r /proc/self/status ] && echo yes || echo no)"
 for program in {_PROGRAMS}; do
   if command -v $program >/dev/null 2>&1; then
-    case $program in ssh|tmux|ip) flag=-V;; java) flag=-version;; go|openssl) flag=version;; *) flag=--version;; esac
+    case $program in
+      ssh|tmux|ip) flag=-V;; java) flag=-version;; go|openssl) flag=version;; *) flag=--version;;
+    esac
     version=$(timeout 5 $program $flag </dev/null 2>&1 | grep -m 1 '[0-9][.0-9]')
     say programs $program "${{version:-there}}"
   fi

@@ -97,7 +97,9 @@ def _refusals(task: TaskDir, ground: Ground, given: Mapping[str, object]) -> Ite
         if ground.how(plan) == "host" and (why := why_not_on_host(task, plan)):
             yield why
     if "user" not in ground.capabilities:
-        for key, user in _users(task):
+        images = [(p, p.dockerfile) for p in (task.box, *task.judges.values()) if ground.how(p) != "host"]
+        named = [(f"USER in {plan.directory}/Dockerfile", d.user) for plan, d in images if d is not None]
+        for key, user in [*_users(task), *named]:
             if user not in _ROOT:
                 yield f"{key} needs a sandbox with the capability user"
     for table, env in _environments(task).items():

@@ -31,7 +31,7 @@ class TBench2Episode(Episode):
         self.ground = ground
         self.artifact_limit = limit
         self.combine = task.config.multi_step_reward_strategy or ("mean" if task.config.steps else "final")
-        main = box_spec(task, task.box, task.network, ground, task.stages[0].user)
+        main = box_spec(task, task.box, task.network, ground, task.user)
         self.boxes = {"main": Box(main)}
         judges = iter(task.judges.items())
         for stage in task.stages:
@@ -51,7 +51,14 @@ class TBench2Episode(Episode):
             for source, destination in plan.dockerfile.copies:
                 await self._copy(name, Path(self.task.path, plan.directory, source), destination)
         if plan.table.healthcheck is not None:
-            await wait_until_healthy(self.ctx.box(name), plan.table.healthcheck)
+            box = self.ctx.box(name)
+            await wait_until_healthy(box, plan.table.healthcheck, user=self.image_user(plan, box))
+
+    def image_user(self, plan: BoxPlan, box: Sandbox) -> str | None:
+        """Return who works in a box where nobody else is named: the image's user, not the agent's own."""
+        if plan.dockerfile is not None and plan.dockerfile.user and self.ground.how(plan) != "host":
+            return plan.dockerfile.user
+        return None if box.spec.user is None else "root"
 
     async def phases(self) -> AsyncIterator[Phase]:
         """Yield a phase for each stage."""

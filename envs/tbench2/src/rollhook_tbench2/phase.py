@@ -54,7 +54,7 @@ class TBench2Phase(Phase):
         self._judge = judge
         self._sandbox: Sandbox = episode.ctx.box("main")
         self._solved_with: int | None = None
-        self.user = stage.user if stage.user != episode.task.stages[0].user else None
+        self.user = stage.user if stage.user != episode.task.user else None
         acting = stage.user or self._sandbox.spec.user
         self.tools = SandboxTools(self._sandbox, None if acting in _ROOT else acting)
         self.judges = () if judge is None else (judge,)
@@ -122,6 +122,9 @@ class TBench2Phase(Phase):
             if not result.ok:
                 said = "took too long" if result.timed_out else f"ended with {result.exit_code}"
                 detail.setdefault("warnings", []).append(f"collect hook {hook.command!r} {said}")
+        if self._stage.verifier.collect:
+            # what it called may be the agent's own
+            await self._sandbox.quiesce()
         if not self._stage.artifacts:
             return []
         rows = await artifacts.collect(
@@ -144,15 +147,14 @@ class TBench2Phase(Phase):
         """Return the verifier's own box with the artifacts in it."""
         judge: Sandbox = self._episode.ctx.box(name)
         assert self._stage.judge is not None
-        if not self._stage.judge.bundled:
-            await judge.remove(PLACES)
         await self._episode.stage(name, self._stage.judge)
         await artifacts.deliver(judge, rows, self._kept)
+        await judge.remove(PLACES[:-1] if self._stage.judge.bundled else PLACES)
         return judge
 
     async def _run_tests(self, judge: Sandbox) -> ExecResult:
         verifier = self._stage.verifier
-        user = _verifier_user(verifier.user, self._episode, self._stage, judge)
+        user = self._verifier_user(judge)
         env = self._resolved(verifier.env)
         script = MAKE_LOGS + RUN
         if user not in _ROOT:
@@ -173,20 +175,15 @@ class TBench2Phase(Phase):
             timeout=verifier.timeout_sec,
         )
 
+    def _verifier_user(self, judge: Sandbox) -> str | None:
+        """Return whom test.sh runs as: as asked, else the image's user, never the agent's own."""
+        asked = self._stage.verifier.user
+        if asked is not None:
+            return None if str(asked) in _ROOT and judge.spec.user is None else str(asked)
+        return self._episode.image_user(self._stage.judge or self._episode.task.box, judge)
+
     def _resolved(self, env: Mapping[str, str]) -> dict[str, str]:
         return templates.resolve(env, self._episode.ground.lookup)
-
-
-def _verifier_user(
-    asked: str | int | None, episode: TBench2Episode, stage: Stage, judge: Sandbox
-) -> str | None:
-    """Return whom test.sh runs as: as asked, else the image's user, never the agent's own."""
-    if asked is not None:
-        return None if str(asked) in _ROOT and judge.spec.user is None else str(asked)
-    plan = stage.judge or episode.task.box
-    if plan.dockerfile is not None and episode.ground.how(plan) != "host" and plan.dockerfile.user:
-        return plan.dockerfile.user
-    return None if judge.spec.user is None else "root"
 
 
 async def _read(judge: Sandbox, path: str) -> tuple[bytes | None, str]:

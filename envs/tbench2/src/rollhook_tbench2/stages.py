@@ -81,6 +81,12 @@ class TaskDir:
     stages: tuple[Stage, ...]
 
     @property
+    def user(self) -> str | None:
+        """Whose commands the agent's are, where its step does not say otherwise; None: the image's."""
+        user = self.config.agent.user
+        return None if user is None else str(user)
+
+    @property
     def instruction(self) -> str:
         """What the agent is asked first."""
         return self.stages[0].instruction

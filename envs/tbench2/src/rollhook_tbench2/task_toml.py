@@ -31,6 +31,7 @@ Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Wait = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 User = str | int
 
+_VERIFIERS = ("/tests", "/solution", "/logs/verifier")
 _PORTABLE = re.compile(r'[^<>:"/\\|?*\x00-\x1f\x7f]+')
 
 
@@ -192,6 +193,8 @@ class Artifact(_Table):
     def _stays_inside(cls, value: str) -> str:
         if not value.strip("/") or ".." in PurePosixPath(value).parts:
             raise ValueError(f"{value!r} is no path of a file or directory without '..'")
+        if any(PurePosixPath(value).is_relative_to(place) for place in _VERIFIERS):
+            raise ValueError(f"{value!r} is where only the verifier may leave anything")
         return value
 
     @field_validator("destination")

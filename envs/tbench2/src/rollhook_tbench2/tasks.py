@@ -24,6 +24,8 @@ __all__ = ["STAGING_SECONDS", "Stage", "TaskDir", "TaskSet", "read_task", "read_
 _IGNORED = ("__pycache__", ".DS_Store")
 #: seconds of the budget node `verify` beyond the verifier's own, for staging and reading
 STAGING_SECONDS = 30.0
+#: and where it has artifacts, for fetching them and giving them to a separate verifier
+_COLLECTING_SECONDS = 120.0
 #: bytes of a file that we read above which it is taken for a mistake
 _MAX_BYTES = 1 << 20
 #: the files of a task that are read, and those that tell of what is not supported
@@ -104,11 +106,13 @@ def _limits(task: TaskDir) -> dict[str, float]:
     """Return the seconds of the budget's nodes that the task asks for, all stages together."""
     environment = task.config.environment
     verify = sum(stage.verifier.timeout_sec + STAGING_SECONDS for stage in task.stages)
+    verify += sum(_COLLECTING_SECONDS for stage in task.stages if stage.artifacts)
     limits = {"verify": verify + sum(hook.timeout_sec for s in task.stages for hook in s.verifier.collect)}
     agent = [stage.agent_seconds for stage in task.stages]
     if None not in agent:
         limits["agent"] = sum(seconds for seconds in agent if seconds is not None)
-    if "build_timeout_sec" in environment.model_fields_set:
+    built = task.box.dockerfile is not None and task.box.docker_image is None
+    if built or "build_timeout_sec" in environment.model_fields_set:
         limits["create"] = environment.build_timeout_sec
     checks = [environment.healthcheck, *(stage.healthcheck for stage in task.stages)]
     if any(checks):
