@@ -99,7 +99,7 @@ class TBench2Phase(Phase):
                 await judge.upload_dir(Path(self._episode.task.path, directory), "/tests")
         result = await self._run_tests(judge)
         detail["exit_code"] = result.exit_code
-        if output := _tail(result.stdout) + _tail(result.stderr):
+        if output := "\n".join(filter(None, (_tail(result.stdout), _tail(result.stderr)))):
             detail["output"] = output[-_TAIL:]
         if result.timed_out:
             why = f"tests/test.sh took longer than its {self._stage.verifier.timeout_sec:g} s"
