@@ -35,7 +35,7 @@ SCHEMA_VERSION = 1
 RUN_ID = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
 Status = Literal["succeeded", "failed", "stopped"]
 #: what makes a run; only the same goes on with it
-Verb = Literal["run", "eval", "replay", "rescore", "tasks oracle", "tasks doctor", "tasks diff"]
+Verb = Literal["run", "eval", "replay", "rescore", "tasks oracle", "tasks doctor", "tasks diff", "serve"]
 
 
 def new_run_id(name: str) -> str:

@@ -295,6 +295,7 @@ class EpisodeRunner:
             episode_id=request.episode_id,
             endpoint=self._endpoint(session, clock, course),
             note=course.notes.update,
+            heard=course.heard,
             on_clock=OnAgentClock(clock, self._now),
         )
         with self._timed(course, "agent", None):

@@ -242,7 +242,8 @@ def _unwrapped(value: Any) -> Any:
 
 
 def _text(result: mcp_types.CallToolResult) -> str:
-    return "\n".join(part.text for part in result.content if isinstance(getattr(part, "text", None), str))
+    texts = (getattr(part, "text", None) for part in result.content)
+    return "\n".join(text for text in texts if isinstance(text, str))
 
 
 def _said(error: BaseException) -> str:

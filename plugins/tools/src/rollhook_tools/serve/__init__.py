@@ -1,0 +1,1 @@
+"""`rollhook serve`: an environment for the clients of others."""
