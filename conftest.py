@@ -21,7 +21,8 @@ OFFLINE = {
     "DO_NOT_TRACK": "1",
 }
 HOME = pytest.StashKey[Path]()
-collect_ignore = ["tests/strangers"]  # they are tested as strangers are: installed, see tests/test_wheels.py
+# strangers are tested as such: installed, see tests/test_wheels.py; the tests of tasks run in sandboxes
+collect_ignore = ["tests/strangers", "tests/tb2"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
