@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import urllib.request
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -26,9 +27,10 @@ def models(double: Double) -> Any:
 
 
 def whole(model: Any, shown: Any) -> Any:
-    """The model takes it, and nothing in it is unknown to the model."""
+    """The model takes it, and nothing in it is unknown to the model of the release that the double is of."""
     made = model.from_dict(shown)
-    assert made.additional_properties == {}
+    if tuple(int(part) for part in version("daytona").split(".")[:2]) >= (0, 226):
+        assert made.additional_properties == {}
     return made
 
 

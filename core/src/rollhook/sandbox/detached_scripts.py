@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from rollhook.sandbox import scripts
 
+_LOOKS = "RH_LOOK"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 #: $1: pauses; $2, $3: bytes of out and err that are there already; $4: bytes of each to return at most;
@@ -131,38 +132,37 @@ for pause in 0.02 0.05 0.1 0.2 0.5 1 1 1; do
   [ -s "$d/w" ] && break
   sleep "$pause" || sleep 1
 done
+@EXPORT@
 set -- @LOOK_ARGS@
 @LOOK@
 @CLEAN@
 """
 
-#: looks that are under way end first, with what they have started; they are no part of what is found
+#: looks that are under way end first, with what they have started; they are no part of what is found.
+#: Never stopped: what waits for them may stop with them
 _CLEAR = r"""
-looks= kids=
-for directory in /proc/[0-9]*; do
-  line=
-  IFS= read -r line < "$directory/cmdline"
-  case $line in *@LOOK@*) [ "${directory#/proc/}" = $$ ] || looks="$looks ${directory#/proc/}" ;; esac
-done
-if [ "$looks" ]; then
-  kill -STOP $looks
+started() {
+  while IFS= read -r text || [ -n "$text" ]; do
+    case $text in *@LOOKS@*) return 0 ;; esac
+    text=
+  done < "/proc/$1/environ"
+  return 1
+}
+for round in 1 2 3 4 5 6 7 8 9; do
+  found=
   for directory in /proc/[0-9]*; do
+    pid=${directory#/proc/} line=
+    [ "$pid" = $$ ] && continue
     IFS= read -r stat < "$directory/stat" || continue
-    stat=${stat##*) }
-    stat=${stat#* }
-    case " $looks " in *" ${stat%% *} "*) kids="$kids ${directory#/proc/}" ;; esac
+    case ${stat##*) } in Z* | X*) continue ;; esac
+    IFS= read -r line < "$directory/cmdline"
+    case $line in *@TITLE@*) found="$found $pid" && continue ;; esac
+    started "$pid" && found="$found $pid"
   done
-  kill -9 $looks $kids
-  for pause in 0.01 0.01 0.02 0.05 0.1 0.1 0.2; do
-    left=
-    for pid in $looks $kids; do
-      IFS= read -r stat < "/proc/$pid/stat" || continue
-      case ${stat##*) } in Z* | X*) ;; *) left=1 ;; esac
-    done
-    [ "$left" ] || break
-    sleep "$pause" || break
-  done
-fi
+  [ "$found" ] || break
+  kill -9 $found
+  [ "$round" = 1 ] || sleep 0.02
+done
 """
 
 _KILL = r"""
@@ -196,11 +196,17 @@ def _title(base: str) -> str:
     return f": look {shlex.quote(base)}"
 
 
+def _export(base: str) -> str:
+    """Return the line after which what a script starts can be found by its environment."""
+    return f"export {_LOOKS}={shlex.quote(base)}"
+
+
 def look(directory: str, wait: float, out: int, err: int, most: int) -> str:
     """Return the script that answers what became of a command; see `parse` for its answer."""
     arguments = f"{shlex.quote(pauses(wait))} {out} {err} {most}"
-    title = _title(directory.rpartition("/")[0])
-    return f"{title}\nexec 2> /dev/null\nd={shlex.quote(directory)}\nset -- {arguments}\n{_LOOK}"
+    base = directory.rpartition("/")[0]
+    head = [_title(base), "exec 2> /dev/null", _export(base), f"d={shlex.quote(directory)}"]
+    return "\n".join([*head, f"set -- {arguments}", _LOOK])
 
 
 def start(
@@ -237,6 +243,7 @@ def start(
     return _fill(
         _START,
         TITLE=_title(base),
+        EXPORT=_export(base),
         D=directory,
         BASE=shlex.quote(base),
         USER=shlex.quote(user or ""),
@@ -275,7 +282,8 @@ def kill_one(directory: str) -> str:
 def kill_tree(base: str, mark: str, own_pids: frozenset[int]) -> str:
     """Return the script that kills what carries `mark`, sparing the processes that run this very script."""
     own = " ".join(str(pid) for pid in sorted(own_pids))
-    clear = _fill(_CLEAR, LOOK=shlex.quote(_title(base))) if not mark else ""
+    clear = _fill(_CLEAR, TITLE=shlex.quote(_title(base)), LOOKS=shlex.quote(f"{_LOOKS}={base}"))
+    clear = "" if mark else clear
     return _fill(_KILL, CLEAR=clear, MARK=shlex.quote(mark), OWN=shlex.quote(own)) + scripts.KILL
 
 
