@@ -147,8 +147,14 @@ class DeadIsFailed(Broken):
             return await super().start(argv, **options)  # type: ignore[arg-type]
 
 
-class ForgetsLabels(Broken):
-    """Lists everything, whatever is asked for."""
+class Careless(Broken):
+    """Lists everything whatever is asked for, makes what it cannot, adopts what is not there."""
+
+    def refuse(self, spec: SandboxSpec) -> None:
+        pass
+
+    async def adopt(self, sandbox_id: str, spec: SandboxSpec) -> FakeSandbox:
+        return self.provider.get(sandbox_id) or self.wrap(sandbox_id, spec, Path("/nowhere"))
 
     async def list(self, labels: Mapping[str, str]) -> Sequence[SandboxInfo]:
         return await super().list({})
@@ -170,20 +176,6 @@ class LeavesCancelled(Broken):
         sandbox = await super().create(spec)
         await asyncio.sleep(0.005)
         return sandbox  # type: ignore[return-value]
-
-
-class TakesEverything(Broken):
-    """Makes a sandbox whatever it was asked for."""
-
-    def refuse(self, spec: SandboxSpec) -> None:
-        pass
-
-
-class AdoptsUnseen(Broken):
-    """Adopts what is not there."""
-
-    async def adopt(self, sandbox_id: str, spec: SandboxSpec) -> FakeSandbox:
-        return self.provider.get(sandbox_id) or self.wrap(sandbox_id, spec, Path("/nowhere"))
 
 
 CASES = [
@@ -239,10 +231,15 @@ CASES = [
         DeadIsFailed,
         {"test_a_dead_sandbox_is_told_from_a_failed_command", "test_another_client_lists_and_deletes"},
     ),
-    (ForgetsLabels, {"test_labels_find_a_sandbox"}),
+    (
+        Careless,
+        {
+            "test_labels_find_a_sandbox",
+            "test_what_it_cannot_do_is_refused",
+            "test_a_sandbox_whose_reply_was_lost_is_adopted",
+        },
+    ),
     (DeletesOnce, {"test_deleting_twice_is_a_success", "test_another_client_lists_and_deletes"}),
-    (TakesEverything, {"test_what_it_cannot_do_is_refused"}),
-    (AdoptsUnseen, {"test_a_sandbox_whose_reply_was_lost_is_adopted"}),
     (LeavesCancelled, {"test_a_cancelled_create_leaves_nothing"}),
 ]
 
