@@ -12,7 +12,7 @@ from rollhook.testing.sandbox_leaks import NoLeakContract
 
 
 class TestDockerLeaksNothing(NoLeakContract):
-    creates = 16
+    creates = 8
     kills = 1
     concurrency = 4
     patience = 120.0

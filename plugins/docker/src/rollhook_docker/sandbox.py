@@ -23,7 +23,8 @@ _START_SECONDS = 60.0
 _KILL_SECONDS = 9.0
 _LIST_SECONDS = 2.0
 _LINKS = 40
-_READ_TRIES = 3
+_READ_TRIES, _WRITE_TRIES = 3, 20
+_STAT = "X-Docker-Container-Path-Stat"
 # what the kernel takes (MAX_ARG_STRLEN, and a quarter of a stack of 8 MiB)
 _ONE_ARGUMENT, _ALL_ARGUMENTS = 131_072, (2 << 20) - 4096
 _NO_USER = re.compile(
@@ -168,7 +169,7 @@ class DockerSandbox(RawSandbox):
                 async with self._engine.answer(
                     path, f"containers/{self.id}/archive", params={"path": at}
                 ) as response:
-                    stat = Stat.parse(response.headers["X-Docker-Container-Path-Stat"])
+                    stat = Stat.parse(response.headers[_STAT])
                     if stat.link and stat.target not in ("", at):
                         at = stat.target
                         continue
@@ -210,14 +211,28 @@ class DockerSandbox(RawSandbox):
     async def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
         """Write a file; the engine does, with nothing that is inside."""
         path = posixpath.normpath(path)
+        for left in reversed(range(_WRITE_TRIES)):
+            try:
+                await self._engine.upload(
+                    path,
+                    f"containers/{self.id}/archive?path=%2F&noOverwriteDirNonDir=1",
+                    packed(path, data, mode),
+                )
+                return
+            except EngineApiError as error:
+                # Podman removes a file and makes it anew: another write may come between
+                if not left or "file exists" not in str(error) or await self._is_directory(path):
+                    raise await self._named(error, path) from error
+
+    async def _is_directory(self, path: str) -> bool:
+        query = {"path": path}
         try:
-            await self._engine.upload(
-                path,
-                f"containers/{self.id}/archive?path=%2F&noOverwriteDirNonDir=1",
-                packed(path, data, mode),
-            )
+            async with self._engine.answer(path, f"containers/{self.id}/archive", params=query) as response:
+                return Stat.parse(response.headers[_STAT]).directory
         except EngineApiError as error:
-            raise await self._named(error, path) from error
+            if error.status == 404:
+                return False
+            raise
 
     async def _named(self, error: EngineApiError, path: str) -> Exception:  # noqa: PLR0911 - a table
         """Return what a failed request for a file means."""
