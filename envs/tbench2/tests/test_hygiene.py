@@ -23,6 +23,8 @@ if [ $? -eq 0 ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt
 CHECK = "import sys, pathlib\nsys.exit(pathlib.Path('/work/answer.txt').read_text() != 'done\\n')\n"
 WIN = "mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt"
 FOREVER = f"while :; do {WIN}; sleep 0.01; done"
+#: what runs in the background has done it once
+SEEN = "until [ -s /logs/verifier/reward.txt ]; do sleep 0.01; done"
 SITE = "python3 -c 'import site; print(site.getusersitepackages())'"
 EVIL = "import os; os.write(1, b'evil'); os._exit(0)"
 
@@ -43,18 +45,19 @@ DEFENDED = {
     "a link from the logs to its own": (
         f"rm -rf /logs 2>/dev/null; mkdir -p /work/l; ln -s /work/l /logs; {WIN}"
     ),
-    "a process in the background": f"({FOREVER}) > /dev/null 2>&1 & sleep 0.1",
-    "a daemon": f"setsid nohup sh -c '{FOREVER}' > /dev/null 2>&1 & sleep 0.1",
+    "a process in the background": f"({FOREVER}) > /dev/null 2>&1 & {SEEN}",
+    "a daemon": f"setsid nohup sh -c '{FOREVER}' > /dev/null 2>&1 & {SEEN}",
     "a daemon that forks on": (
         "cat > f.sh <<'E'\nmkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt\nsleep 0.02\n"
-        "setsid sh /work/f.sh &\nE\nsetsid sh f.sh > /dev/null 2>&1 & sleep 0.1"
+        f"setsid sh /work/f.sh &\nE\nsetsid sh f.sh > /dev/null 2>&1 & {SEEN}"
     ),
     "a daemon that ignores signals": (
-        f"setsid sh -c \"trap '' TERM INT HUP; {FOREVER}\" > /dev/null 2>&1 & sleep 0.1"
+        f"setsid sh -c \"trap '' TERM INT HUP; {FOREVER}\" > /dev/null 2>&1 & {SEEN}"
     ),
     "an open file of the reward": (
         "mkdir -p /logs/verifier; : > /logs/verifier/reward.txt; "
-        "setsid sh -c 'exec 9> /logs/verifier/reward.txt; while :; do echo 1 >&9; sleep 0.01; done' &"
+        "setsid sh -c 'exec 9> /logs/verifier/reward.txt; while :; do echo 1 >&9; sleep 0.01; done' & "
+        f"{SEEN}"
     ),
     "PYTHONPATH": f'mkdir -p p; echo "{EVIL}" > p/sitecustomize.py; export PYTHONPATH=/work/p',
     "PATH": (
@@ -218,7 +221,7 @@ async def test_a_collect_hook_that_calls_the_agents_program_leaves_nothing_runni
 ) -> None:
     toml = f"{TOML}[[verifier.collect]]\ncommand = 'sh /work/report.sh'\n"
     task = write_task(tmp_path, **{"task.toml": toml, "tests/test.sh": TEST, "tests/check.py": CHECK})
-    script = f"cat > /work/report.sh <<'E'\nsetsid sh -c '{FOREVER}' > /dev/null 2>&1 &\nsleep 0.1\nE\n"
+    script = f"cat > /work/report.sh <<'E'\nsetsid sh -c '{FOREVER}' > /dev/null 2>&1 &\n{SEEN}\nE\n"
     record = await attempts.run(task, [script])
     assert record.reward == 0.0
     assert "/logs/verifier/reward.txt" in record.detail["planted"]
@@ -229,7 +232,7 @@ TRUSTS = """#!/bin/bash
 mkdir -p /logs/verifier
 python3 /tests/check.py
 echo 0 > /logs/verifier/reward.txt
-sleep 0.3
+for n in $(seq 40); do grep -q 0 /logs/verifier/reward.txt || break; sleep 0.05; done
 """
 RUNS = (
     "import os, subprocess\nif UNPRIVILEGED: os.setuid(65534)\nsubprocess.run(['sh', '/work/program.sh'])\n"
@@ -243,6 +246,6 @@ async def test_a_program_that_the_tests_run_has_their_rights(
     """A residual risk even of a verifier of its own; the way out is the tests' own."""
     check = RUNS.replace("UNPRIVILEGED", str(unprivileged))
     task = write_task(tmp_path, **{"task.toml": TOML, "tests/test.sh": TRUSTS, "tests/check.py": check})
-    daemon = "while :; do echo 1 > /logs/verifier/reward.txt; sleep 0.01; done"
+    daemon = "while :; do echo 1 > /tmp/one; mv /tmp/one /logs/verifier/reward.txt; sleep 0.01; done"
     script = f"cat > program.sh <<'E'\nsetsid sh -c '{daemon}' > /dev/null 2>&1 &\nE\nchmod a+rx . program.sh"
     assert (await attempts.run(task, [script])).reward == reward
