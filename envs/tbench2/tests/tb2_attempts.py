@@ -13,6 +13,7 @@ from rollhook.recipe.schema import Budgets, Outcomes
 from rollhook.records import EpisodeRecord
 from rollhook.runtime.episode import EpisodeRequest, EpisodeRunner
 from rollhook.sandbox import Sandbox, SandboxBackend, SandboxSpec
+from rollhook.secrets import resolve_secret
 from rollhook.testing.boxes import open_box
 from rollhook.testing.environment import build_context
 from rollhook_tbench2.config import TBench2Config
@@ -113,7 +114,8 @@ class Attempts:
         **keys: Any,
     ) -> EpisodeRecord:
         """Run an episode whose agent first uses its tools, then runs a list of commands per phase."""
-        environment = TBench2(TBench2Config(tasks_dir=str(task), **keys), build_context(self.scratch))
+        context = build_context(self.scratch, secret=resolve_secret)
+        environment = TBench2(TBench2Config(tasks_dir=str(task), **keys), context)
         assert environment.problems(self.pool.backend.capabilities) == []
         (only,) = environment.tasks()
         assert only.problem is None, only.problem

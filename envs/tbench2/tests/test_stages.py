@@ -343,3 +343,22 @@ async def test_a_plain_task_starts_no_command_but_the_agents_and_its_tests(
     record = await attempts.run(write_task(tmp_path, **files), ["echo done > answer.txt"])
     assert record.reward == 1.0
     assert started == ["echo done > answer.txt", "/tests/test.sh"]
+
+
+async def test_a_value_from_the_host_reaches_the_sandbox_and_no_record(
+    tmp_path: Path, attempts: Attempts, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("HELD_HERE", "sentinel-91c4")
+    monkeypatch.setenv("NOT_GIVEN", "sentinel-other")
+    toml = (
+        f"{TOML}[environment.env]\nKEY = '${{API_KEY}}'\nOTHER = '${{NOT_GIVEN:-nothing}}'\n"
+        "[verifier.env]\nAGAIN = '${API_KEY}'\n"
+    )
+    test = '#!/bin/sh\nmkdir -p /logs/verifier; echo "tests: $AGAIN"; cat seen.txt\n'
+    test += "[ $(cat seen.txt) = $AGAIN/nothing ] && echo 1 > /logs/verifier/reward.txt\n"
+    task = write_task(tmp_path, **{"task.toml": toml, "tests/test.sh": test})
+    script = 'echo "$KEY/$OTHER" > seen.txt'
+    record = await attempts.run(task, [script], host_env={"API_KEY": "env:HELD_HERE"})
+    assert record.reward == 1.0
+    assert record.detail["output"] == "tests: ${API_KEY}\n${API_KEY}/nothing"
+    assert "sentinel" not in repr(record) + caplog.text

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -20,11 +20,15 @@ _ROOT = (None, "root", "0")
 
 @dataclass(frozen=True)
 class Ground:
-    """What a task's boxes are made on: the capabilities of the sandboxes, and the recipe's keys."""
+    """What a task's boxes are made on: the capabilities of the sandboxes, and the recipe's keys.
+
+    `hide` replaces the values that `lookup` has given by their names, in what is recorded.
+    """
 
     capabilities: Collection[str]
     floor: Floor
     lookup: templates.Lookup
+    hide: Callable[[str], str]
 
     def how(self, plan: BoxPlan) -> How:
         """Return how a box is made here: from an image, by building one, or without any."""

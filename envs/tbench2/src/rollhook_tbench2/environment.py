@@ -38,7 +38,7 @@ class TBench2(Environment):
         super().__init__(config, context)
         self._read: TaskSet | None = None
         self._values: dict[str, str] = {}
-        self._ground = Ground(frozenset(), config.floor, self._value)
+        self._ground = Ground(frozenset(), config.floor, self._value, self._hide)
 
     def tasks(self, split: str | None = None) -> Sequence[Task]:
         """Return the tasks of a split in its order; `all` or None: every task, by name."""
@@ -55,7 +55,7 @@ class TBench2(Environment):
 
     def problems(self, sandbox_capabilities: frozenset[str]) -> Sequence[str]:
         """Return which tasks this sandbox cannot run and why; episodes made later suit what it can do."""
-        self._ground = Ground(sandbox_capabilities, self.config.floor, self._value)
+        self._ground = Ground(sandbox_capabilities, self.config.floor, self._value, self._hide)
         reasons: dict[str, list[str]] = {}
         for task in self._task_set().tasks.values():
             if task.problem is None and (why := refusal(task.payload, self._ground, self.config.host_env)):
@@ -112,6 +112,11 @@ class TBench2(Environment):
         if name not in self._values and name in self.config.host_env:
             self._values[name] = self.context.secret(str(self.config.host_env[name]))
         return self._values.get(name)
+
+    def _hide(self, text: str) -> str:
+        for name, value in self._values.items():
+            text = text.replace(value, f"${{{name}}}")
+        return text
 
 
 @lru_cache(maxsize=2)

@@ -80,7 +80,8 @@ class TBench2Phase(Phase):
         argv = ["/bin/sh", "-c", RUN, "sh", box.spec.workdir, "/solution/solve.sh"]
         result = await box.exec(argv, cwd="/", env=env, user=user, timeout=limit)
         if result.timed_out:
-            raise AgentError(f"solution/solve.sh took longer than {limit:g} s: {_tail(result.stderr)}")
+            said = self._episode.ground.hide(_tail(result.stderr))
+            raise AgentError(f"solution/solve.sh took longer than {limit:g} s: {said}")
         self._solved_with = result.exit_code
 
     async def verify(self, transcript: Transcript) -> Verdict:
@@ -100,7 +101,7 @@ class TBench2Phase(Phase):
         result = await self._run_tests(judge)
         detail["exit_code"] = result.exit_code
         if output := "\n".join(filter(None, (_tail(result.stdout), _tail(result.stderr)))):
-            detail["output"] = output[-_TAIL:]
+            detail["output"] = self._episode.ground.hide(output[-_TAIL:])
         if result.timed_out:
             why = f"tests/test.sh took longer than its {self._stage.verifier.timeout_sec:g} s"
             return Verdict(None, {}, {**detail, "reason": why})
