@@ -17,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollhook.errors import SandboxDead, SandboxError
-from rollhook.sandbox.detached import Detached, DetachedProcess, DetachedTimes, parse
+from rollhook.sandbox.detached import Detached, DetachedProcess, DetachedTimes
+from rollhook.sandbox.detached_answers import parse
 from rollhook.sandbox.detached_scripts import pauses
 from rollhook.sandbox.output import Capture
 from rollhook.sandbox.streams import feed, pump, sliced

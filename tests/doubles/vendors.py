@@ -14,13 +14,13 @@ from pathlib import Path
 
 from aiohttp import web
 
-from doubles import control, daytona, e2b_api, e2b_envd
+from doubles import control, daytona_routes, e2b_api, e2b_envd
 from doubles.world import World
 
 #: surfaces and what makes them
 SURFACES: dict[str, Callable[[World], web.Application]] = {
     "control": control.make_app,
-    "daytona": daytona.make_app,
+    "daytona": daytona_routes.make_app,
     "e2b_api": e2b_api.make_app,
     "e2b_envd": e2b_envd.make_app,
 }

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import itertools
 import logging
 import secrets
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -21,10 +19,8 @@ from typing import Any, Protocol, TypeVar
 from rollhook.errors import SandboxDead, SandboxError
 from rollhook.sandbox import detached_scripts as sh
 from rollhook.sandbox import scripts
+from rollhook.sandbox.detached_answers import CHUNK, Answer, Stream, parse
 
-#: bytes of each stream that one answer brings at most
-CHUNK = 1 << 20
-_BUFFER = 4 * CHUNK
 _NOTHING = bytes(CHUNK)
 _LITTLE = 64 << 10
 _INLINE_INPUT = 32 << 10
@@ -198,78 +194,6 @@ class Detached:
             await asyncio.wait(set(self._chores))
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What a look found: the exit code or None, bytes of both streams so far, and new ones of each."""
-
-    code: int | None
-    sizes: tuple[int, int]
-    news: tuple[bytes, bytes]
-    broken: bool
-
-
-def parse(said: str, user: str | None = None) -> Answer:
-    """Return the answer in what a look printed; whatever stands before and after it is ignored.
-
-    Raises SandboxError(kind="retryable") for an answer that is not whole, kind="user" for a user that is not
-    there.
-    """
-    lines = said.splitlines()
-    heads = [n for n, line in enumerate(lines) if line.startswith("rollhook: ")]
-    words = lines[heads[0]].split() if heads else []
-    if words[1:] == ["nouser"]:
-        raise SandboxError(f"there is no user {user!r} in the sandbox", kind="user")
-    if words[1:] == ["notroot"]:
-        raise SandboxError(f"commands do not run as root here, so none can run as {user!r}", kind="user")
-    try:
-        code, out, err, broken = words[1:]
-        if lines[heads[0] + 3] != "rollhook: end":
-            raise ValueError("no end")
-        news = [base64.b64decode(lines[heads[0] + n], validate=True) for n in (1, 2)]
-        return Answer(
-            None if code == "-" else int(code), (int(out), int(err)), (news[0], news[1]), broken == "1"
-        )
-    except (ValueError, IndexError, binascii.Error):
-        raise SandboxError(f"the sandbox gave half an answer: {said[-200:]!r}", kind="retryable") from None
-
-
-class _Stream:
-    """One output stream: what has arrived of it and was not taken yet."""
-
-    def __init__(self) -> None:
-        self.read = False  # somebody takes it
-        self.offset = 0  # bytes that have arrived
-        self.size = 0  # bytes that there are
-        self.buffer: deque[bytes | int] = deque()  # a number stands for so many bytes that were left out
-        self.waiting = 0  # bytes in the buffer
-        self.kept: tuple[int, int] | None = None  # bytes at the beginning and the end that are wanted
-
-    def take_in(self, data: bytes, size: int) -> None:
-        self.size = max(size, self.offset + len(data))
-        self.offset += len(data)
-        if data:
-            self.buffer.append(data)
-            self.waiting += len(data)
-
-    def leave_out(self) -> None:
-        """Pass over what lies between the wanted beginning and the wanted end, where it is much."""
-        if self.kept is None or self.offset < self.kept[0]:
-            return
-        middle = self.size - self.kept[1] - self.offset
-        if middle > CHUNK:
-            self.offset += middle
-            self.buffer.append(middle)
-
-    @property
-    def open(self) -> bool:
-        """Whether more has to be fetched for its reader."""
-        return self.read and self.offset < self.size
-
-    @property
-    def full(self) -> bool:
-        return self.waiting >= _BUFFER or (not self.read and self.waiting >= CHUNK)
-
-
 class DetachedProcess:
     """A command that was started detached; see `rollhook.sandbox.backend.RawProcess`.
 
@@ -279,7 +203,7 @@ class DetachedProcess:
     def __init__(self, detached: Detached, directory: str, first: Answer) -> None:
         self._detached = detached
         self._directory = directory
-        self._streams = (_Stream(), _Stream())
+        self._streams = (Stream(), Stream())
         self._code: int | None = None
         self._broken = self._input_closed = False
         self._failure: SandboxError | None = None
@@ -307,11 +231,11 @@ class DetachedProcess:
         """Yield chunks until end of file; called once."""
         return self._open(self._streams[1])
 
-    def _open(self, stream: _Stream) -> AsyncIterator[bytes]:
+    def _open(self, stream: Stream) -> AsyncIterator[bytes]:
         stream.read = True
         return self._chunks_of(stream)
 
-    async def _chunks_of(self, stream: _Stream) -> AsyncIterator[bytes]:
+    async def _chunks_of(self, stream: Stream) -> AsyncIterator[bytes]:
         try:
             while True:
                 await self._until(lambda: bool(stream.buffer) or (self._code is not None and not stream.open))
