@@ -1,5 +1,6 @@
 """Episodes against an endpoint: a record without samples, and a policy without weights, tokenizer or Ray."""
 
+import asyncio
 import re
 from contextlib import AsyncExitStack
 
@@ -12,6 +13,7 @@ from rollhook.recipe.check import check_recipe
 from rollhook.recipe.schema import Budgets, Outcomes
 from rollhook.runtime.endpoint import asks_endpoint, open_endpoint
 from rollhook.runtime.episode import EpisodeRequest, EpisodeRunner
+from rollhook.runtime.evaluate import evaluate
 from rollhook.runtime.parts import Parts
 from rollhook.session import MessagePolicy
 from rollhook.testing.environment import build_context
@@ -48,26 +50,29 @@ class Asks(Agent):
         return StopReason.LENGTH if reply.finish_reason == "length" else StopReason.DONE
 
 
-async def episode(engine, directory):
+def running(engine, directory):
     async def sleep(seconds):
         pass
 
     context = build_context(directory)
-    policy = MessagePolicy(engine, sleep=sleep)
-    runner = EpisodeRunner(
+    return EpisodeRunner(
         name="sums",
         environment=Sums(Config(), context),
         agent=Asks(Config(), context),
         pool=None,
-        policy=policy,
+        policy=MessagePolicy(engine, sleep=sleep),
         limits=Budgets(),
         outcome_policy=Outcomes(),
         context=context,
     )
+
+
+async def episode(engine, directory):
+    runner = running(engine, directory)
     task = runner.environment.tasks()[0]
     request = EpisodeRequest("e1", "g1", task, 7, SamplingParams(), purpose="eval")
     result = await runner.run(request)
-    assert not policy.sessions
+    assert not runner.policy.sessions
     return result
 
 
@@ -98,6 +103,14 @@ async def test_a_reply_that_was_cut_and_an_endpoint_that_fails_end_as_on_engines
             "engine",
         )
         assert str(wrong) in record.outcome.cause
+
+
+async def test_an_endpoint_that_answers_too_late_is_an_error_of_an_evaluation_and_no_failure(tmp_path):
+    runner = running(Adder(wrong=BusyError("the endpoint did not answer within 3600 s")), tmp_path)
+    tasks = runner.environment.tasks()[:2]
+    keys = {"step": 0, "attempt": 1, "seed": 0, "slots": asyncio.Semaphore(2), "retries": 1}
+    total = (await evaluate(runner, tasks, SamplingParams(), **keys)).total
+    assert (total.passed, total.count, total.errors) == (0, 0, 2)
 
 
 RECIPE = """\

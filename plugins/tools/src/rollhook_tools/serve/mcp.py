@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from fastmcp import FastMCP
 
 _ABOUT = (
-    "{name}, an environment of {count} tasks, served by Rollhook. `start` begins an episode and says what to "
-    "do and with which tools; `call` calls one of these; `reply` says something to the environment, or, where "
-    "it has nothing to say to that, gives the answer; `finish` ends a phase. The answer to the last has the "
-    "reward. Each takes the episode that `start` returned."
+    "{name}, an environment of {count} tasks, served by Rollhook. `start` begins an episode and says what "
+    "to do and with which tools; `call` calls one of these; `reply` says something to the environment, or, "
+    "where it has nothing to say to that, gives the answer; `finish` ends a phase. The answer to the last "
+    "has the reward. Each takes the episode that `start` returned."
 )
 
 
