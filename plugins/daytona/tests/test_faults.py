@@ -394,9 +394,10 @@ async def test_a_delete_that_sticks_is_asked_for_again(
 async def test_a_delete_that_fails_is_told(double: Double, backend: DaytonaSandboxes) -> None:
     raw = await backend.create(SandboxSpec())
     for fault in ({"status": 500, "body": "<html>"}, {"drop": "before"}, {"status": 429}):
-        double.fault(method="DELETE", times=None, **fault)
+        rule = double.fault(method="DELETE", times=None, **fault)
         with pytest.raises(SandboxError) as raised:
             await backend.delete(raw.id)
         assert raised.value.kind == "retryable"
+        assert double.hits(rule) <= 2, "the HTTP client's own second try, and no more"
         double.clear_faults()
     await backend.delete(raw.id)

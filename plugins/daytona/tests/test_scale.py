@@ -79,7 +79,10 @@ async def test_a_limit_of_the_service_is_waited_for_and_never_exceeded(
     await backend.aclose()
 
 
-async def test_descriptors_do_not_pile_up(make_daytona: Make) -> None:
+@pytest.mark.parametrize(
+    "rounds", [6, pytest.param(75, marks=[pytest.mark.nightly, pytest.mark.timeout(900)])]
+)
+async def test_descriptors_do_not_pile_up(make_daytona: Make, rounds: int) -> None:
     backend = make_daytona()
 
     async def cycle() -> None:
@@ -89,7 +92,7 @@ async def test_descriptors_do_not_pile_up(make_daytona: Make) -> None:
 
     await asyncio.gather(*(cycle() for _ in range(4)))
     before = len(os.listdir("/proc/self/fd"))
-    for _ in range(6):
+    for _ in range(rounds):
         await asyncio.gather(*(cycle() for _ in range(4)))
     assert len(os.listdir("/proc/self/fd")) <= before + 2
     await backend.aclose()

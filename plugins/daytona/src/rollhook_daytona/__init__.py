@@ -32,7 +32,10 @@ class DaytonaConfig(Config):
     api_url: Annotated[
         str, AfterValidator(_api_url), Field(description="where the API is, its path included")
     ] = "https://app.daytona.io/api"
-    target: Annotated[str, Field(min_length=1, description="region in which sandboxes are made")] = "us"
+    target: Annotated[
+        str | None,
+        Field(min_length=1, description="region in which sandboxes are made; null: the organisation's own"),
+    ] = None
     image: Annotated[
         str, Field(min_length=1, description="image of a sandbox whose task names none; not :latest")
     ] = "debian:12"

@@ -55,7 +55,7 @@ class DaytonaSandboxes(SandboxBackend):
 
     def __init__(self, config: DaytonaConfig, context: BuildContext) -> None:
         super().__init__(config, context)
-        self.account = f"{config.api_url} {config.target}"
+        self.account = f"{config.api_url} {config.target or ''}".strip()
         self.requests = asyncio.Semaphore(config.max_requests)
         self._key = ""
         self._client: Any = None
@@ -268,7 +268,7 @@ class DaytonaSandboxes(SandboxBackend):
         config = self.config
         return {
             "api": config.api_url,
-            "target": config.target,
+            "target": config.target or "of the organisation",
             "forgotten": f"stopped after {config.auto_stop_minutes} min without use, "
             f"deleted {config.auto_delete_minutes} min later",
         }
