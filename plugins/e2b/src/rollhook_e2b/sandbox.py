@@ -21,7 +21,7 @@ from rollhook_e2b.service import MOST_TEXT, Ran, Service
 
 #: a file up to this size goes with a command, in bytes
 _INLINE_WRITE = 64 << 10
-_INLINE_READ = 256 << 10
+_INLINE_READ = 1 << 20
 _REMOVE_SECONDS = 120.0
 _ERRORS = {44: errno.ENOENT, 45: errno.EISDIR, 47: errno.EACCES}
 
