@@ -288,6 +288,7 @@ async def test_an_engine_that_stops_in_mid_command(small_engine: Engine, make_do
             with pytest.raises(SandboxError) as raised:
                 await backend.create(SandboxSpec())
             assert backend.retryable(raised.value)
+            assert backend.ambiguous(raised.value)
         finally:
             await asyncio.to_thread(small_engine.start)
         # Podman's containers outlive its service
@@ -318,8 +319,20 @@ async def test_a_sandbox_is_adopted(make_docker: MakeDocker) -> None:
     adopted = Sandbox(await other.adopt(found.id, SandboxSpec()), capabilities=other.capabilities)
     assert (await adopted.exec(["echo", "mine"], timeout=30)).stdout == b"mine\n"
     await first.delete(made.id)
-    with pytest.raises(SandboxDead):
+    with pytest.raises(SandboxDead, match="is gone"):
         await other.adopt(found.id, SandboxSpec())
+    # made but not started, and one that has ended
+    wanted = other._container(other.config.image, SandboxSpec(lifetime_seconds=1.0))
+    created = await other._engine.client.containers.create(wanted)
+    late = await other.adopt(created.id, SandboxSpec())
+
+    async def ended() -> bool:
+        return not await late.alive()
+
+    assert await eventually(ended, 30)
+    with pytest.raises(SandboxDead, match=r"is (exited|stopped)"):
+        await other.adopt(created.id, SandboxSpec())
+    await other.delete(created.id)
     await first.aclose()
     await other.aclose()
 
@@ -429,6 +442,7 @@ async def test_what_the_engine_says_has_a_kind(tmp_path: Path, status: int, mess
             await backend.create(SandboxSpec(image="x:1"))
         assert raised.value.kind == kind
         assert backend.retryable(raised.value) == (kind == "retryable")
+        assert not backend.ambiguous(raised.value)
         await backend.aclose()
 
 

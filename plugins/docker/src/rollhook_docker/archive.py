@@ -73,9 +73,10 @@ async def unpacked(path: str, archive: bytearray) -> bytes:
 
 
 def _content(path: str, archive: bytearray) -> bytes:
+    head = memoryview(archive)[:_PIECE]  # copying all of a large one would hold every thread up
     try:
         with tarfile.open(
-            fileobj=io.BytesIO(archive), mode="r:", encoding="utf-8", errors="surrogateescape"
+            fileobj=io.BytesIO(head), mode="r:", encoding="utf-8", errors="surrogateescape"
         ) as tar:
             member = tar.next()
     except (tarfile.TarError, ValueError, OverflowError) as error:

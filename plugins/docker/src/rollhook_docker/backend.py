@@ -177,16 +177,19 @@ class DockerSandboxes(SandboxBackend):
     async def adopt(self, sandbox_id: str, spec: SandboxSpec) -> DockerSandbox:
         """Attach to a container whose create gave no answer, and start it if it was not."""
         engine = await self._connected()
-        sandbox = DockerSandbox(engine, sandbox_id, spec)
+        container = engine.client.containers.container(sandbox_id)
         try:
-            if not await sandbox.alive():
-                async with engine.asked("the start of a sandbox"):
-                    await engine.client.containers.container(sandbox_id).start()
+            async with engine.asked("a sandbox"):
+                state = (await container.show())["State"]["Status"]
+                if state == "created":
+                    await container.start()
+                elif state != "running":
+                    raise SandboxDead(f"sandbox {sandbox_id} is {state}")
         except EngineApiError as error:
             if error.gone:
                 raise SandboxDead(f"sandbox {sandbox_id} is gone") from error
             raise
-        return sandbox
+        return DockerSandbox(engine, sandbox_id, spec)
 
     async def bake(self, spec: SandboxSpec) -> str:
         """Fetch or build the image."""
@@ -217,6 +220,10 @@ class DockerSandboxes(SandboxBackend):
     def retryable(self, error: Exception) -> bool:
         """Return whether another try may help."""
         return isinstance(error, SandboxError) and error.kind == "retryable"
+
+    def ambiguous(self, error: Exception) -> bool:
+        """Return whether a container may have been made all the same: not where the engine answered."""
+        return not (isinstance(error, EngineApiError) and error.status) and super().ambiguous(error)
 
     def describe(self) -> Mapping[str, str]:
         """Return which engine this is and what it can enforce."""
