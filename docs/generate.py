@@ -52,6 +52,10 @@ INTERFACES = [
     ("What every component is built with", "rollhook.component", ["Component", "BuildContext", "Config"]),
     ("Records", "rollhook.records", ["Sample", "EpisodeRecord", "Outcome", "Group"]),
 ]
+#: verbs that the plugins of this repository add
+ADDED = {
+    "serve": ("rollhook_tools.serve.command:serve", "Serve an environment to the clients of others."),
+}
 ENVIRONMENT = """\
 ## Environment variables
 
@@ -65,6 +69,9 @@ A recipe says what a run does; these only say where things are on this machine.
 | `ROLLHOOK_TORCH_INDEX` | For `python3 core` alone: the package index from which torch is installed. |
 | `ROLLHOOK_FAILPOINT` | For tests of crashes: `NAME[:HIT]`, the durable write to die at. |
 | `ROLLHOOK_EXEC` | Set by the runtime in sandboxes, to find all that a command has started; do not set it. |
+| `ROLLHOOK_AGENT` | Set by the agent `command` on this machine, to find all that its program started. |
+| `ROLLHOOK_SESSION_URL`, `ROLLHOOK_MODEL` | Set by it for its program: where the session is, the model's name. |
+| `ROLLHOOK_TASK`, `ROLLHOOK_TASK_FILE` | Set by it as well: the task, or the file that holds it. |
 
 A secret is named in a recipe by a reference such as `env:NAME`, and read from the variable of that name
 ([secrets](../how-to/secrets.md)).
@@ -264,7 +271,7 @@ Exit codes: 0 success; 1 the job or the check failed; 2 wrong usage or an invali
 124 waited too long. An error is one sentence on stderr with the way out; `--debug` adds the traceback.
 
 {ENVIRONMENT}"""
-    for verb, (target, summary) in VERBS.items():
+    for verb, (target, summary) in (VERBS | ADDED).items():
         text += "".join(command_text(LazyCommand(verb, target, summary).real(), ["rollhook", verb]))
     return text
 
