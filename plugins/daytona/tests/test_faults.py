@@ -179,6 +179,20 @@ async def test_a_key_that_is_refused_is_the_users_and_never_shown(
     await backend.aclose()
 
 
+async def test_a_create_that_is_never_answered_is_given_up_in_time(
+    double: Double, make_daytona: Make, mark: dict[str, str]
+) -> None:
+    backend = make_daytona(request_seconds=0.7)
+    started = asyncio.get_running_loop().time()
+    double.fault(surface="daytona", method="POST", path="/api/sandbox", delay_before=20.0, drop="before")
+    with pytest.raises(SandboxError, match="no answer") as raised:
+        await backend.create(SandboxSpec(labels=mark))
+    assert backend.retryable(raised.value)
+    assert backend.ambiguous(raised.value)
+    assert asyncio.get_running_loop().time() - started < 15
+    await backend.aclose()
+
+
 async def test_a_sandbox_that_fails_to_start_is_deleted_and_tried_again(
     double: Double, backend: DaytonaSandboxes, mark: dict[str, str]
 ) -> None:

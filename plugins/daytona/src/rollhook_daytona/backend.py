@@ -8,7 +8,7 @@ import logging
 import math
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
@@ -32,6 +32,8 @@ _GIB = 1 << 30
 #: seconds after which leftovers of a create are looked for; lists lag
 _LOOKS = (0.0, 1.0, 3.0, 10.0)
 _LAST_LOOK = 10.0
+#: looks, `request_seconds` apart, that may show nothing of a create before it is given up
+_UNSEEN = 2
 _LOG_TAIL = 2000
 
 
@@ -128,7 +130,7 @@ class DaytonaSandboxes(SandboxBackend):
         limit = self.config.create_seconds + (spec.build_seconds or self.config.build_seconds)
         try:
             async with asyncio.timeout(limit + self.config.request_seconds):
-                handle = await client.create(params, timeout=math.ceil(limit))
+                handle = await self._created(client.create(params, timeout=math.ceil(limit)), nonce)
             return await self._attach(handle, spec)
         except asyncio.CancelledError:
             self._reclaim(nonce)
@@ -139,6 +141,22 @@ class DaytonaSandboxes(SandboxBackend):
             if not refused and not (self.ambiguous(failure) and PREFIX + "nonce" in spec.labels):
                 self._reclaim(nonce)
             raise failure from error
+
+    async def _created(self, creating: Coroutine[Any, Any, Any], nonce: str) -> Any:
+        """Wait for a create, but not for one of which the service shows nothing: its request was lost."""
+        call, unseen = asyncio.create_task(creating), 0
+        try:
+            while not (await asyncio.wait({call}, timeout=self.config.request_seconds))[0]:
+                try:
+                    unseen = 0 if await (await self.rest()).list({_CREATE: nonce}) else unseen + 1
+                except SandboxError as error:
+                    logger.info("whether a create goes on is not known: %s", error)
+                if unseen >= _UNSEEN:
+                    raise SandboxError("Daytona, making a sandbox: no answer in time", kind="retryable")
+            return call.result()
+        finally:
+            call.cancel()
+            await asyncio.wait({call})
 
     async def _attach(self, handle: Any, spec: SandboxSpec) -> DaytonaSandbox:
         sandbox = DaytonaSandbox(self, handle, spec)
