@@ -127,7 +127,7 @@ async def test_polls_longer_than_the_gateway_allows_lose_nothing_either(one_box:
 async def test_a_frozen_stream_does_not_hang(one_box: Any, double: Any) -> None:
     """On Python 3.11 the SDK itself would wait for ever (its limit ends with the first event)."""
     async with one_box({"request_seconds": 1.0, "poll_seconds": 0.5}) as (_, box):
-        box._raw._detached.times = _times(box._raw, grace=0.5)
+        box._raw.commands.times = _times(box._raw, grace=0.5)
         double.fault(**START, skip=1, hint={"freeze": 0})
         started = time.monotonic()
         result = await box.shell("echo ran >> count; sleep 1; echo end", timeout=60)
@@ -151,7 +151,7 @@ async def test_a_poll_that_runs_out_of_time_is_asked_again(one_box: Any, double:
     """At its deadline a stream ends with an exit code of -1 or with an error: both mean the same."""
     async with one_box({"poll_seconds": 1.0}) as (backend, box):
         raw = box._raw
-        raw._detached.times = _times(raw, grace=0.2)
+        raw.commands.times = _times(raw, grace=0.2)
         double.fault(**START, times=None, **({"hint": hint} if hint else {}))
         result = await box.shell("sleep 3; echo end", timeout=60)
         assert result.text == "end\n"
@@ -161,7 +161,7 @@ async def test_a_poll_that_runs_out_of_time_is_asked_again(one_box: Any, double:
 def _times(raw: Any, **values: float) -> Any:
     from dataclasses import replace
 
-    return replace(raw._detached.times, **values)
+    return replace(raw.commands.times, **values)
 
 
 async def test_a_cancelled_command_is_killed_inside(one_box: Any) -> None:

@@ -266,8 +266,12 @@ async def test_of_builders_on_two_hosts_one_is_superseded_and_both_go_on(
     await second.start()
     assert second._builds is not None
     second._builds._directory = tmp_path / "another-host"
-    spec = SandboxSpec(dockerfile="FROM debian:12\nRUN sleep 1; echo hosts > /h\n")
-    names = await asyncio.gather(first.bake(spec), second.bake(spec))
+    spec = SandboxSpec(dockerfile="FROM debian:12\nRUN sleep 2; echo hosts > /h\n")
+    asked = asyncio.create_task(first.bake(spec))
+    async with asyncio.timeout(20):
+        while builds(double) == before:
+            await asyncio.sleep(0.02)
+    names = await asyncio.gather(asked, second.bake(spec))
     assert names[0] == names[1]
     assert builds(double) - before == 2
     raw = await first.create(spec)

@@ -32,6 +32,7 @@ class E2BSandboxes(SandboxBackend):
     """Sandboxes of E2B, or of a service that speaks its protocol. One client per backend."""
 
     config: E2BConfig
+    elsewhere = True
     capabilities = frozenset(
         {
             "image",
@@ -134,7 +135,7 @@ class E2BSandboxes(SandboxBackend):
         """Make a new sandbox ready; one that does not get so is deleted."""
         sandbox = E2BSandbox(service, box, spec, lambda age: self._lease(spec, age))
         try:
-            await sandbox.prepare()
+            await sandbox.settle()
         except SandboxDead as error:
             raise ServiceError(f"it ended while it was being made: {error}") from error
         except BaseException:
@@ -210,7 +211,7 @@ class E2BSandboxes(SandboxBackend):
 
     async def aclose(self) -> None:
         """Finish what cancelled creates have left and let the client go."""
-        left = {asyncio.ensure_future(sandbox.settle()) for sandbox in self._made} | self._undoing
+        left = {asyncio.ensure_future(sandbox.commands.aclose()) for sandbox in self._made} | self._undoing
         if left:
             await asyncio.wait(left, timeout=2 * self.config.request_seconds)
         if self._builds is not None:

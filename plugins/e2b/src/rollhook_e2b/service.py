@@ -30,8 +30,6 @@ _PAGE = 100
 _GRACE = 5.0
 #: before each question whether a sandbox runs whose envd does not answer though the service says so
 _ASK_AGAIN = (0.0, 0.3, 1.0)
-#: of one argument of a program, in bytes (the kernel takes 128 KiB)
-MOST_TEXT = 120 << 10
 
 
 @dataclass(frozen=True)
