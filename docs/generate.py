@@ -69,8 +69,8 @@ A recipe says what a run does; these only say where things are on this machine.
 | `ROLLHOOK_TORCH_INDEX` | For `python3 core` alone: the package index from which torch is installed. |
 | `ROLLHOOK_FAILPOINT` | For tests of crashes: `NAME[:HIT]`, the durable write to die at. |
 | `ROLLHOOK_EXEC` | Set by the runtime in sandboxes, to find all that a command has started; do not set it. |
-| `ROLLHOOK_AGENT` | Set by the agent `command` on this machine, to find all that its program started. |
-| `ROLLHOOK_SESSION_URL`, `ROLLHOOK_MODEL` | Set by it for its program: where the session is, the model's name. |
+| `ROLLHOOK_AGENT` | Set by the agent `command` on this machine, to find all that its program starts. |
+| `ROLLHOOK_SESSION_URL`, `ROLLHOOK_MODEL` | Set by it for its program: its session, the model's name. |
 | `ROLLHOOK_TASK`, `ROLLHOOK_TASK_FILE` | Set by it as well: the task, or the file that holds it. |
 
 A secret is named in a recipe by a reference such as `env:NAME`, and read from the variable of that name

@@ -36,8 +36,8 @@ class Command(Agent):
 
     @classmethod
     def asks_from(cls, config: CommandConfig) -> Literal["machine", "sandbox"]:
-        """Return where the program is."""
-        return "sandbox" if config.where == "sandbox" else "machine"
+        """Return from where requests come: a forwarder's come from this machine."""
+        return "sandbox" if config.where == "sandbox" and config.reach != "relay" else "machine"
 
     async def run(self, context: AgentContext) -> StopReason:
         """Run the program."""

@@ -41,6 +41,7 @@ class DaytonaSandboxes(SandboxBackend):
     """Sandboxes of one organisation. The SDK's client belongs to the loop that first uses it."""
 
     config: DaytonaConfig
+    elsewhere = True
     capabilities = frozenset(
         {
             "image",
