@@ -111,13 +111,15 @@ class Relay:
 
     async def _forward(self, number: int, said: dict[str, Any]) -> None:
         assert self._client is not None
-        path, method = str(said["path"]), str(said["method"])
+        try:
+            path, method, body, headers = _request(said)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            await self._fail(number, 400, "that is no request")
+            return
         if method not in ("GET", "POST") or not _PATHS.fullmatch(path):
             await self._fail(number, 404, f"{path[:100]} is not of a session's API")
             return
-        headers = {k: v for k, v in said["headers"].items() if k in _HEADERS and isinstance(v, str)}
         headers["authorization"] = f"Bearer {self._token}"
-        body = base64.b64decode(said["body"])
         try:
             async with self._client.request(
                 method, self._target + path, headers=headers, data=body or None, allow_redirects=False
@@ -140,6 +142,12 @@ class Relay:
         async with self._writing:
             with contextlib.suppress(BrokenPipeError):
                 await self._process.write_stdin(orjson.dumps(fields) + b"\n")
+
+
+def _request(said: dict[str, Any]) -> tuple[str, str, bytes, dict[str, str]]:
+    """Return path, method, body and headers of a request; raises for what is none."""
+    headers = {k: v for k, v in said["headers"].items() if k in _HEADERS and v.isprintable() and v.isascii()}
+    return str(said["path"]), str(said["method"]), base64.b64decode(said["body"], validate=True), headers
 
 
 async def _lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
