@@ -106,9 +106,14 @@ async def test_only_the_sessions_api_is_asked_and_only_with_its_token(asked):
 
 async def test_what_is_no_request_is_refused(asked):
     liar = Liar(
-        request(1, headers=[]), request(2, body="%"), request(3, headers={"accept": "a\r\nb: c"}), b'{"id": 4}',
-        request(5, headers={"accept": 5}), b'{"id": 99, "gone": true}', request(6),
-    )  # fmt: skip
+        request(1, headers=[]),
+        request(2, body="%"),
+        request(3, headers={"accept": "a\r\nb: c"}),
+        b'{"id": 4}',
+        request(5, headers={"accept": 5}),
+        b'{"id": 99, "gone": true}',
+        request(6),
+    )
     async with Relay(liar, "python3", asked[0], "t"):
         statuses = await told(liar, 6)
     assert statuses == {1: 400, 2: 400, 3: 200, 4: 400, 5: 400, 6: 200}
