@@ -311,7 +311,7 @@ async def test_an_answer_that_is_none_is_asked_for_again(
 async def test_a_long_command_outlives_a_gateway_that_cuts(double: Double, backend: DaytonaSandboxes) -> None:
     async with box(backend) as sandbox:
         double.fault(path="process/execute", cut=1.0, times=None)
-        result = await sandbox.shell("echo ran >> log; sleep 4; echo end; echo err >&2", timeout=60)
+        result = await sandbox.shell("echo ran >> log; sleep 2.5; echo end; echo err >&2", timeout=60)
         assert (result.exit_code, result.stdout, result.stderr) == (0, b"end\n", b"err\n")
         assert await sandbox.read("log") == b"ran\n"
 
@@ -348,10 +348,10 @@ async def test_touching_keeps_a_sandbox_that_the_service_would_stop(
     backend = make_daytona(auto_stop_minutes=1, auto_delete_minutes=1)
     kept = await backend.create(SandboxSpec(labels=mark))
     left = await backend.create(SandboxSpec(labels=mark))
-    double.options(minute=1.0)
-    for _ in range(20):
+    double.options(minute=2.5)
+    for _ in range(9):
         await kept.touch()
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.4)
     assert await kept.alive()
 
     async def alone() -> bool:

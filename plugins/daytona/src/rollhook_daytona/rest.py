@@ -23,6 +23,8 @@ _PAGE = 100
 #: the SDK adds it to every sandbox
 _OWN_LABEL = "code-toolbox-language"
 _DELETE_SECONDS = 45.0
+#: seconds after which a delete that has not happened is asked for again
+_ASK_AGAIN = 2.0
 
 
 class Rest:
@@ -95,7 +97,7 @@ class Rest:
         asked, pause = float("-inf"), 0.02
         while True:
             try:
-                if time.monotonic() - asked > 5.0:
+                if time.monotonic() - asked > _ASK_AGAIN:
                     await self._ask("DELETE", f"/sandbox/{sandbox_id}", "deleting a sandbox")
                     asked = time.monotonic()
                 if await self.state(sandbox_id) == "destroyed":
