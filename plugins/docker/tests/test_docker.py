@@ -8,6 +8,7 @@ import contextlib
 import json
 import logging
 import os
+import shutil
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
@@ -485,6 +486,8 @@ async def tls_proxy(directory: Path, engine: Engine) -> AsyncIterator[tuple[str,
 async def test_an_engine_behind_tls(engine: Engine, make_docker: MakeDocker, tmp_path: Path) -> None:
     if not engine.host.startswith("unix://"):
         pytest.skip("needs podman (of our own: unset DOCKER_HOST)")
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl (apt-get install openssl)")
     async with tls_proxy(tmp_path, engine) as (host, certificate):
         keys = {"tls_cert": certificate, "tls_key": str(tmp_path / "key.pem"), "tls_ca": certificate}
         backend = make_docker(host=host, **keys)
