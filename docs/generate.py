@@ -37,7 +37,7 @@ INTERFACES = [
     ),
     ("Sandboxes, as callers see them", "rollhook.sandbox.sandbox", ["Sandbox", "ExecResult"]),
     ("Environments", "rollhook.environment", ["Environment", "Episode", "Phase", "Task", "Box", "Verdict"]),
-    ("Agents", "rollhook.agent", ["Agent", "AgentContext", "ChatSession", "Budget", "Reply"]),
+    ("Agents", "rollhook.agent", ["Agent", "AgentContext", "ChatSession", "Budget", "Reply", "Endpoint"]),
     ("Router policies", "rollhook.router", ["RouterPolicy", "RouteRequest", "WorkerLoad", "Worker"]),
     ("Engines", "rollhook.engine.base", ["Engine", "Placement", "Generation", "SamplingParams"]),
     (

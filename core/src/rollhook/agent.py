@@ -86,11 +86,11 @@ class Endpoint(Protocol):
 
     @property
     def turns(self) -> int:
-        """Turns that have been generated."""
+        """Turns that have been generated in this phase."""
 
     @property
     def finish_reason(self) -> str:
-        """How the latest reply ended; empty before the first."""
+        """How the phase's latest reply ended; empty before the first."""
 
     async def attend(self, work: Awaitable[T]) -> T:
         """Wait for a program of the agent while its clock runs, which stands still during its turns.

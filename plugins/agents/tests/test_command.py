@@ -202,6 +202,12 @@ async def test_a_program_that_fails_never_trains(directory, tmp_path, keys, says
     assert not result.samples
 
 
+async def test_a_program_that_asks_nothing_leaves_the_observation_as_the_conversation(directory, tmp_path):
+    async with playing(directory, tmp_path, argv=["true"]) as played:
+        await played.run()
+    assert [m["content"] for m in played.phase.heard[0].messages] == ["Be brief.", "Say two things."]
+
+
 async def test_other_exit_codes_may_be_good_ones(directory, tmp_path):
     argv = python(CLIENT + "ask(); sys.exit(3)")
     async with playing(directory, tmp_path, argv=argv, done_codes=[0, 3]) as played:

@@ -34,19 +34,20 @@ class OutsideSession:
         self._clock = clock
         self._heard = heard
         self._now = now
+        self._before = session.stats.turns
         self.url = f"{gateway.url}/sessions/{session.id}"
         self.public_url = f"{gateway.public_url}/sessions/{session.id}" if gateway.public_url else None
         self.token = gateway.session_token(session.id)
 
     @property
     def turns(self) -> int:
-        """Turns that have been generated."""
-        return self._session.stats.turns
+        """Turns that have been generated in this phase."""
+        return self._session.stats.turns - self._before
 
     @property
     def finish_reason(self) -> str:
-        """How the latest reply ended; empty before the first."""
-        return self._session.finish_reason
+        """How the phase's latest reply ended; empty before the first."""
+        return self._session.finish_reason if self.turns else ""
 
     async def attend(self, work: Awaitable[T]) -> T:
         """Wait for a program of the agent while its clock runs, which stands still during its turns.
@@ -62,7 +63,8 @@ class OutsideSession:
             if not task.done():
                 task.cancel()
                 await asyncio.wait({task})
-            self._heard(self._session.messages)
+            if self.turns:
+                self._heard(self._session.messages)
         if self._session.failure is not None:
             raise self._session.failure
         return task.result()
