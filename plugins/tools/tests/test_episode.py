@@ -83,13 +83,17 @@ async def test_an_episode_with_calls_is_exact_and_counted(tmp_path):
     context = BuildContext(logging.getLogger("t"), tmp_path, tmp_path)
     async with serving(engine, directory=directory) as policy:
         runner = EpisodeRunner(
-            name="counts", environment=Counts(None, build_context()), pool=None,
-            agent=ToolCalling(ToolsConfig(), context), policy=policy, limits=Budgets(turns=5, max_seq_len=4096, reply_tokens=200),
-            outcome_policy=Outcomes(), context=context,
-        )  # fmt: skip
-        result = await runner.run(
-            EpisodeRequest("e", "g", runner.environment.tasks()[0], 1, SamplingParams())
+            name="counts",
+            environment=Counts(None, build_context()),
+            agent=ToolCalling(ToolsConfig(), context),
+            pool=None,
+            policy=policy,
+            limits=Budgets(turns=5, max_seq_len=4096, reply_tokens=200),
+            outcome_policy=Outcomes(),
+            context=context,
         )
+        task = runner.environment.tasks()[0]
+        result = await runner.run(EpisodeRequest("e", "g", task, 1, SamplingParams()))
     record = result.record
     assert (record.ended, record.outcome.kind, record.reward, record.turns) == ("done", "scored", 1.0, 3)
     assert record.detail["agent"] == {"calls": {"done": 2, "failed": 1}}
