@@ -18,13 +18,23 @@ SERVER = Path(__file__).with_name("guess_server.py")
 @pytest.fixture(scope="session")
 def openenv(tmp_path_factory):
     """Return the environment variables with which a Python has openenv."""
+    return install(tmp_path_factory.mktemp("openenv"), PACKAGES)
+
+
+@pytest.fixture(scope="session")
+def oldest_openenv(tmp_path_factory):
+    """Return the same for the oldest release whose protocol is spoken."""
+    return install(tmp_path_factory.mktemp("oldest"), ["openenv-core==0.3.0", *PACKAGES[1:]])
+
+
+def install(target, packages):
+    """Install packages alone into a directory."""
     for part in ("fastmcp", "uvicorn"):
         needs_part(part)
-    target = tmp_path_factory.mktemp("openenv")
-    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", target, *PACKAGES]
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", target, *packages]
     done = subprocess.run(pip, capture_output=True, text=True, timeout=100, check=False)
     if done.returncode:
-        pytest.skip(f"needs pypi (pip did not install {PACKAGES}: {done.stderr[-200:]})")
+        pytest.skip(f"needs pypi (pip did not install {packages}: {done.stderr[-200:]})")
     return {"PYTHONPATH": str(target), "PATH": os.environ["PATH"]}
 
 

@@ -166,6 +166,18 @@ async def test_a_server_of_its_own_is_started_once_and_again_after_its_death(ope
     assert not Path(f"/proc/{pid}/cmdline").exists() or not Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
+@pytest.mark.nightly
+async def test_a_server_of_the_oldest_release(oldest_openenv, tasks_file, tmp_path):
+    argv = [sys.executable, str(SERVER), "{port}"]
+    made = environment(tmp_path, argv=argv, env=oldest_openenv, tasks_file=tasks_file)
+    try:
+        _, told, verdict = await play(made, "three", {"number": "x"}, {"number": 3})
+    finally:
+        await made.aclose()
+    assert [result.is_error for result in told] == [True, False]
+    assert verdict.reward == 1.0
+
+
 async def test_a_full_server_is_waited_for(openenv, tasks_file, tmp_path):
     argv = [sys.executable, str(SERVER), "{port}", "1"]
     made = environment(tmp_path, argv=argv, env=openenv, tasks_file=tasks_file)
