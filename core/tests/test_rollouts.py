@@ -30,6 +30,7 @@ from rollhook.testing.tokenizer import write_tokenizer
 
 class Answers(Agent):
     async def run(self, context):
+        assert context.endpoint.url.endswith(f"/sessions/{context.episode_id}")
         await context.session.chat(context.observation.messages)
         return StopReason.DONE
 
