@@ -16,8 +16,6 @@ from rollhook_e2b.service import Service
 
 #: envd starts a login shell, whose profile sets PATH anew: what the image or the task said is put back
 _RESTORE = 'while IFS= read -r -d "" v; do case $v in PATH=*) export "$v" ;; esac; done < /proc/$$/environ'
-#: more than any file that is asked for, in bytes
-_ANY = 1 << 40
 
 
 class E2BSandbox(DetachedSandbox):
@@ -33,8 +31,7 @@ class E2BSandbox(DetachedSandbox):
     async def run(self, script: str, *, timeout: float) -> str:
         """Run a script as root, in E2B's login shell, and return its stdout."""
         # on one line with the script's first, by which the core finds looks that are under way
-        ran = await self._service.run(self._box, f"{_RESTORE}; {script}", user="root", seconds=timeout)
-        return ran.stdout
+        return await self._service.run(self._box, f"{_RESTORE}; {script}", timeout)
 
     async def put(self, path: str, data: bytes) -> None:
         """Write a file as root."""
@@ -47,7 +44,7 @@ class E2BSandbox(DetachedSandbox):
 
     async def get(self, path: str) -> bytes:
         """Return a file's bytes."""
-        return await self._service.download(self._box, path, _ANY)
+        return await self._service.download(self._box, path)
 
     async def alive(self) -> bool:
         """Return whether its envd answers."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Coroutine, Mapping
-from dataclasses import dataclass
 from importlib.metadata import version
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -30,15 +29,6 @@ _PAGE = 100
 _GRACE = 5.0
 #: before each question whether a sandbox runs whose envd does not answer though the service says so
 _ASK_AGAIN = (0.0, 0.3, 1.0)
-
-
-@dataclass(frozen=True)
-class Ran:
-    """How a short command ended; -1 when it was killed by a signal."""
-
-    code: int
-    stdout: str
-    stderr: str
 
 
 def _load() -> ModuleType:
@@ -214,26 +204,23 @@ class Service:
 
     # inside
 
-    async def run(self, box: Any, text: str, *, user: str, seconds: float) -> Ran:
-        """Run a short command with `bash -l -c` and return its output as text.
+    async def run(self, box: Any, script: str, seconds: float) -> str:
+        """Run a short script as root with `bash -l -c` and return its stdout, whatever its exit code.
 
-        Sent once. Raises SandboxError(kind="user") for a user that is not there, ServiceError(retryable)
-        when it was killed (by the service, once its time is up) or nothing was heard of its end.
+        Sent once. Raises ServiceError(kind="retryable") when it was killed (by the service, once its time is
+        up) or nothing was heard of its end.
         """
         what = f"sandbox {box.sandbox_id}: running a command"
-        work = box.commands.run(text, user=user, timeout=seconds, request_timeout=self.request_seconds)
+        work = box.commands.run(script, user="root", timeout=seconds, request_timeout=self.request_seconds)
         try:
             done = await self.within(what, work, seconds)
         except ServiceError as error:
-            cause = error.__cause__
-            if isinstance(cause, self._sdk.CommandExitException):
-                if cause.exit_code < 0:
-                    raise ServiceError(f"{what}: it was killed before it ended") from cause
-                return Ran(cause.exit_code, cause.stdout, cause.stderr)
-            if isinstance(cause, self._sdk.AuthenticationException) and "invalid username" in str(cause):
-                raise SandboxError(f"there is no user {user!r} in the sandbox", kind="user") from cause
-            raise
-        return Ran(done.exit_code, done.stdout, done.stderr)
+            done = error.__cause__
+            if not isinstance(done, self._sdk.CommandExitException):
+                raise
+            if done.exit_code < 0:
+                raise ServiceError(f"{what}: it was killed before it ended") from done
+        return str(done.stdout)
 
     async def upload(self, box: Any, path: str, data: bytes) -> None:
         """Write a file, as root."""
@@ -244,23 +231,19 @@ class Service:
             seconds,
         )
 
-    async def download(self, box: Any, path: str, limit: int) -> bytes:
-        """Return a file's bytes; SandboxError(kind="user") when there are more than `limit`."""
+    async def download(self, box: Any, path: str) -> bytes:
+        """Return a file's bytes, as root."""
         seconds = self._config.transfer_seconds
         return await self.call(
-            f"sandbox {box.sandbox_id}: reading {path}", self._download(box, path, limit), seconds
+            f"sandbox {box.sandbox_id}: reading {path}", self._download(box, path, seconds), seconds
         )
 
-    async def _download(self, box: Any, path: str, limit: int) -> bytes:
+    async def _download(self, box: Any, path: str, seconds: float) -> bytes:
         data = bytearray()
-        seconds = self._config.transfer_seconds
-        async with await box.files.read(
-            path, format="stream", user="root", request_timeout=seconds
-        ) as chunks:
+        stream = await box.files.read(path, format="stream", user="root", request_timeout=seconds)
+        async with stream as chunks:
             async for chunk in chunks:
                 data += chunk
-                if len(data) > limit:
-                    raise SandboxError(f"{path} holds more than the limit of {limit} bytes", kind="user")
         return bytes(data)
 
     # templates
