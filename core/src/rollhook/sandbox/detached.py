@@ -128,7 +128,7 @@ class Detached:
 
     async def tell(self, script: str) -> str:
         """Send a script that may be sent twice; return what it printed."""
-        return await self.again(lambda: self._send(script, self.times.grace))
+        return await self.again(lambda: self.send(script))
 
     async def again(self, request: Callable[[], Awaitable[Result]]) -> Result:
         """Send a request until it succeeds; what is not retryable, or has gone on too long, is raised."""
@@ -163,7 +163,7 @@ class Detached:
 
     async def send(self, script: str) -> str:
         """Send a script once and return what it printed."""
-        return await self._send(script, self.times.grace)
+        return await self._send(sh.helper(self.base) + script, self.times.grace)
 
     async def _send(self, script: str, timeout: float) -> str:
         data = script.encode("utf-8", "surrogateescape")

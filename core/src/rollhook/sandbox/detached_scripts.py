@@ -201,12 +201,17 @@ def _export(base: str) -> str:
     return f"export {_LOOKS}={shlex.quote(base)}"
 
 
+def helper(base: str) -> str:
+    """Return the lines before a script of our own that is no part of what a sandbox runs."""
+    return f"{_title(base)}\n{_export(base)}\n"
+
+
 def look(directory: str, wait: float, out: int, err: int, most: int) -> str:
     """Return the script that answers what became of a command; see `parse` for its answer."""
     arguments = f"{shlex.quote(pauses(wait))} {out} {err} {most}"
     base = directory.rpartition("/")[0]
-    head = [_title(base), "exec 2> /dev/null", _export(base), f"d={shlex.quote(directory)}"]
-    return "\n".join([*head, f"set -- {arguments}", _LOOK])
+    head = f"{helper(base)}exec 2> /dev/null\nd={shlex.quote(directory)}"
+    return f"{head}\nset -- {arguments}\n{_LOOK}"
 
 
 def start(
