@@ -23,7 +23,9 @@ class TestDockerLeaksNothing(NoLeakContract):
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1200)
 class TestDockerLeaksNothingInAGreatStorm(TestDockerLeaksNothing):
     creates = 200
     kills = 3
     concurrency = 8
+    patience = 300.0
