@@ -228,6 +228,24 @@ async def test_an_allowlist_is_refused(make_docker: MakeDocker) -> None:
     await backend.aclose()
 
 
+async def test_no_name_of_a_process_hides_it(make_docker: MakeDocker) -> None:
+    names = ["a\nb", "x) S 1 0 0 0", ") 0", "\n) S 1", "9 (sleep) S 1"]
+    async with sandbox_of(make_docker()) as sandbox:
+        for name in names:
+            text = 'cp /bin/sleep "/tmp/$1"; setsid "/tmp/$1" 300 >/dev/null 2>&1 &'
+            assert (await sandbox.exec(["sh", "-c", text, "sh", name], timeout=30)).ok
+
+        async def begun() -> bool:
+            counted = await sandbox.shell("grep -lz '^300$' /proc/[0-9]*/cmdline | wc -l", timeout=30)
+            return int(counted.text) >= len(names)
+
+        assert await eventually(begun, 30)
+        assert len((await sandbox.quiesce()).killed) == len(names)
+        assert await sandbox.alive()
+        assert (await sandbox.quiesce()).killed == ()
+        assert not await begun()
+
+
 # how they end
 
 

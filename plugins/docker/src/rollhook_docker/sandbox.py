@@ -61,10 +61,12 @@ oldest= main=
 for directory in /proc/[0-9]*; do
   pid=${directory#/proc/}
   [ "$pid" = 1 ] && continue
-  { IFS= read -r stat < "$directory/stat"; } 2>/dev/null || continue
+  stat=
+  { while IFS= read -r line; do stat="$stat $line"; done < "$directory/stat"; } 2>/dev/null || continue
   set -f -- "$1" "$2" ${stat##*) }
   began=${22}
   set +f -- "$1" "$2"
+  case $began in '' | *[!0-9]*) continue ;; esac
   if [ -n "$oldest" ]; then
     [ "$began" -gt "$oldest" ] && continue
     [ "$began" = "$oldest" ] && [ "$pid" -gt "$main" ] && continue
