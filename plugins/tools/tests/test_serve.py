@@ -28,16 +28,19 @@ from rollhook_tools.serve.openenv import app
 from rollhook_tools.serve.seats import Guest, Table
 
 OPENENV = ["openenv==0.10.0", "fastapi>=0.116", "annotated-doc"]
-#: a program that plays with the client of the openenv package: prints what it was told, a JSON a line
-OPENENV_CLIENT = """
-import json, sys
+#: a program that plays with the client of the openenv package: once right, once wrong
+OPENENV_CLIENT = r"""
+import json, re, sys
 from openenv.core.generic_client import GenericEnvClient
+def told(said):
+    print(json.dumps([said.observation["text"], said.reward, said.done]))
 with GenericEnvClient(base_url=sys.argv[1]).sync() as env:
-    first = env.reset(**json.loads(sys.argv[2]))
-    print(json.dumps([first.observation, first.reward, first.done]))
-    for action in json.loads(sys.argv[3]):
-        said = env.step(action)
-        print(json.dumps([said.observation, said.reward, said.done]))
+    for wrong in (0, 1000):
+        first = env.reset(seed=3)
+        told(first)
+        a, sign, b = re.search(r"(\d+) ([+-]) (\d+)", first.observation["text"]).groups()
+        answer = int(a) + int(b) * (1 if sign == "+" else -1)
+        told(env.step({"message": f"Answer: {answer + wrong}"}))
     print(json.dumps(env.state()))
 """
 
@@ -195,11 +198,6 @@ def serving(tmp_path, *argv):
         assert process.wait(20) == 0
 
 
-def answer_to(question):
-    a, sign, b = re.search(r"(\d+) ([+-]) (\d+)", question).groups()
-    return int(a) + int(b) if sign == "+" else int(a) - int(b)
-
-
 @pytest.mark.slow
 def test_the_client_of_openenv_plays_ours(tmp_path):
     needs_part("rollhook_arithmetic")
@@ -209,22 +207,17 @@ def test_the_client_of_openenv_plays_ours(tmp_path):
     if done.returncode:
         pytest.skip(f"needs pypi (pip did not install {OPENENV}: {done.stderr[-200:]})")
 
-    def play(url, reset, actions):
-        argv = [sys.executable, "-c", OPENENV_CLIENT, url, json.dumps(reset), json.dumps(actions)]
+    keys = ["--set", "families=[sums]", "--set", "count=50", "--sandbox", "none"]
+    with serving(tmp_path, "arithmetic", "--protocol", "openenv", *keys) as url:
+        argv = [sys.executable, "-c", OPENENV_CLIENT, url]
         env = {**os.environ, "PYTHONPATH": str(target)}
         played = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60, check=False)
         assert played.returncode == 0, played.stderr
-        return [json.loads(line) for line in played.stdout.splitlines()]
-
-    keys = ["--set", "families=[sums]", "--set", "count=50", "--sandbox", "none"]
-    with serving(tmp_path, "arithmetic", "--protocol", "openenv", *keys) as url:
-        ((first, reward, over), state) = play(url, {"seed": 3}, [])
-        assert (reward, over, state) == (None, False, {"step_count": 0})
-        right = f"Answer: {answer_to(first['text'])}"
-        _, last, _ = play(url, {"seed": 3}, [{"message": right}])
-        assert last[1:] == [1.0, True]
-        _, last, _ = play(url, {"seed": 3}, [{"message": "Answer: 1000"}])
-        assert last[1:] == [0.0, True]
+    first, right, again, wrong, state = [json.loads(line) for line in played.stdout.splitlines()]
+    assert "What is" in first[0]
+    assert first == again
+    assert (first[1:], right[1:], wrong[1:]) == ([None, False], [1.0, True], [0.0, True])
+    assert state == {"step_count": 1}
 
 
 @pytest.mark.slow
