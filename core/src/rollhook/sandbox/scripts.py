@@ -2,7 +2,8 @@
 
 They use shell builtins, and `tr` and `rm` where the image has them. A process belongs to a command when
 its environment carries the command's mark or when it descends from one that does. Threads of the kernel
-(flag PF_KTHREAD), which a virtual machine shows, belong to nobody: they cannot be killed.
+(flag PF_KTHREAD), which a virtual machine shows, belong to nobody: they cannot be killed. A process calls
+itself what it likes, line breaks included, and with other threads it goes on when its first is a zombie.
 """
 
 from __future__ import annotations
@@ -27,11 +28,14 @@ find_targets() {
   for directory in /proc/[0-9]*; do
     pid=${directory#/proc/}
     case $own in *" $pid "*) continue ;; esac
-    { IFS= read -r stat < "$directory/stat"; } 2>/dev/null || continue
-    stat=${stat##*) }
-    state=${stat%% *}
-    case $state in Z | X) continue ;; esac
-    set -- $stat
+    stat=
+    { while IFS= read -r line; do stat="$stat $line"; done < "$directory/stat"; } 2>/dev/null || continue
+    set -- ${stat##*) }
+    [ $# -ge 18 ] || continue
+    case $1 in
+      X) continue ;;
+      Z) [ "${18}" -gt 1 ] || continue ;;
+    esac
     parent=$2
     [ $(($7 & 0x200000)) -eq 0 ] || continue
     if [ -z "$mark" ] || marked "$pid"; then found="$found$pid "; else rows="$rows$pid:$parent "; fi
@@ -54,7 +58,7 @@ while [ $round -lt 50 ]; do
       *)
         seen="$seen$pid "
         name=$( { tr '\0\n\t' '   ' < "/proc/$pid/cmdline"; } 2>/dev/null) || name=
-        printf '%s\t%s\n' "$pid" "$name"
+        printf '%s\t%.500s\n' "$pid" "$name"
         ;;
     esac
   done

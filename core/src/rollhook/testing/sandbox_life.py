@@ -264,6 +264,21 @@ class QuiesceCases(SandboxCases):
             assert "sleep 500" in killed
             assert "sleep 501" in killed
 
+    async def test_a_process_with_a_strange_name_is_killed(self, make_backend: MakeBackend) -> None:
+        """The kernel shows the name as it is, between the number and the state of a process."""
+        async with one(make_backend) as sandbox:
+            require(sandbox, "isolation")
+            name = r"printf 'x\n) Z 1 1' > /proc/$$/comm; touch named; while :; do sleep 500; done"
+            await sandbox.write("strange", f"#!/bin/sh\n{name}\n".encode(), mode=0o755)
+            assert (await sandbox.shell("setsid ./strange >/dev/null 2>&1 &", timeout=10)).ok
+
+            async def begun() -> bool:
+                return (await sandbox.shell("test -e named", timeout=10)).ok
+
+            assert await eventually(begun)
+            assert any("strange" in command for _, command in (await sandbox.quiesce()).killed)
+            assert (await sandbox.quiesce()).killed == ()
+
     async def test_a_stopped_process_is_killed(self, make_backend: MakeBackend) -> None:
         async with one(make_backend) as sandbox:
             await sandbox.shell("sleep 500 & kill -STOP $!", timeout=10)
