@@ -20,7 +20,7 @@ TOOLS = ("pytest>=8.3", "pytest-asyncio>=1", "pytest-timeout>=2.3", "hypothesis>
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where environments are made: of the cache where one is given, so that the next night finds them."""
-    kept = os.environ.get("ROLLHOOK_TEST_VENVS")
+    kept = os.environ.get("TEST_VENVS")
     return Path(kept) if kept else tmp_path_factory.mktemp("venvs")
 
 
