@@ -75,6 +75,7 @@ class Engine:
             self.service = subprocess.Popen(
                 ["podman", "--log-level=warn", "system", "service", "--time=0", self.host],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environ, start_new_session=True,
+                cwd=self.root,  # where conmon notes that memory ran out
             )  # fmt: skip
         socket = Path(self.host.removeprefix("unix://"))
         deadline = time.monotonic() + _START_SECONDS
