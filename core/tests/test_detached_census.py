@@ -1,4 +1,4 @@
-"""What is no part of a census: scripts of this package that still run in a sandbox when all in it is killed."""
+"""Scripts of this package that still run in a sandbox when all in it is killed are no part of a census."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
     shutil.which("bwrap") is None, reason="needs bubblewrap (apt-get install bubblewrap)"
 )
 
-_JOIN = "--user --preserve-credentials --mount --pid --ipc --uts".split()
+_JOIN = ["--user", "--preserve-credentials", "--mount", "--pid", "--ipc", "--uts"]
 
 
 class Room(DetachedSandbox):
