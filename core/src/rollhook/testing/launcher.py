@@ -20,7 +20,7 @@ SENTINEL = "sentinel-7d1f0c"
 JOB = Job(
     name="demo-0a1b2c-a1",
     argv=("rollhook", "drive", "a b/recipe.lock.yaml", "--run-id", "demo-0a1b2c"),
-    env={"ROLLHOOK_RUN_ID": "demo-0a1b2c", "GREETING": 'it\'s "here"'},
+    env={"RUN": "demo-0a1b2c", "GREETING": 'it\'s "here"'},
     secrets=("env:LAUNCHER_CONTRACT_KEY",),
     resources=Resources(nodes=1, gpus_per_node=0),
 )
