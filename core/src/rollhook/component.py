@@ -12,9 +12,9 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Config(BaseModel):
-    """Base of every component's configuration: unknown keys are errors, instances do not change."""
+    """Base of every component's configuration: unknown keys and inf are errors, instances do not change."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 @dataclass(frozen=True)

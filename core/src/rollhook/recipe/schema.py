@@ -16,7 +16,7 @@ class _Section(BaseModel):
 class Use(BaseModel):
     """A component by name with its own keys (checked against the plugin's config model, not here)."""
 
-    model_config = ConfigDict(extra="allow", frozen=True)
+    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
     use: Annotated[str, Field(description="name of the plugin component, as `rollhook plugins` lists it")]
 
     @property
@@ -35,7 +35,7 @@ class EnvironmentUse(Use):
 class CreateRateUse(_Section):
     """How fast sandboxes are created, by all processes of this host together."""
 
-    per_second: Annotated[PositiveFloat, Field(description="creates begun per second on average")]
+    per_second: Annotated[float, Field(ge=1e-4, description="creates begun per second on average")]
     burst: Annotated[PositiveInt, Field(description="creates begun at once after a pause")] = 1
 
 
