@@ -14,6 +14,10 @@ from pathlib import Path
 
 from rollhook.errors import SandboxError
 
+_SIZE = 256
+#: seconds that turns may be given out ahead, beyond 1000 of them
+_AHEAD = 600.0
+
 
 def bucket_path(cache: Path, account: str) -> Path:
     """Return the file of the bucket of one provider's account on this host."""
@@ -62,11 +66,12 @@ class CreateRate:
             handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX)
-                due = self._due(os.pread(handle, 4096, 0))
                 now = self._clock()
-                turn = max(now, due)
+                due = self._due(os.pread(handle, _SIZE, 0))
+                # more cannot be waiting: the file is damaged, or a clock went back
+                turn = due if now < due <= now + _AHEAD + 1000 * self._interval else now
                 said = json.dumps({"boot": _boot(), "due": turn + self._interval}).encode()
-                os.pwrite(handle, said.ljust(256), 0)
+                os.pwrite(handle, said.ljust(_SIZE), 0)
                 return turn - self._allowance - now
             finally:
                 os.close(handle)
