@@ -468,6 +468,16 @@ async def test_a_failing_warm_up_only_warns(caplog: pytest.LogCaptureFixture) ->
     await bench.close()
 
 
+async def test_a_warm_up_that_hangs_gives_its_place_back(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench(warm=1, create_concurrency=1, times=PoolTimes(warm=0.01, abandoned_create=0.01))
+    bench.backend.plan = [hold(asyncio.Event())]
+    bench.pool.prepare(SPEC)
+    await settle()
+    await asyncio.wait_for(bench.start(), 20)
+    assert "a sandbox could not be created ahead: it took more than 0.01 s" in caplog.text
+    await bench.close()
+
+
 async def test_sandboxes_that_need_it_are_kept_alive() -> None:
     ticks: asyncio.Queue[None] = asyncio.Queue()
 

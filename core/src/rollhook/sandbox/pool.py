@@ -348,8 +348,14 @@ class SandboxPool:
             spec, lifetime_seconds=None if lifetime is None else lifetime + self._times.warm
         )
         maker = self._spawn_maker(self._make(longer, "", ""))
+        most = self._times.warm + (spec.build_seconds or 0.0)
         try:
-            live = await maker
+            async with asyncio.timeout(most):
+                live = await asyncio.shield(maker)
+        except TimeoutError:
+            self._abandon(maker)
+            logger.warning("a sandbox could not be created ahead: it took more than %g s", most)
+            return
         except RollhookError as error:
             logger.warning("a sandbox could not be created ahead: %s", error)
             return
