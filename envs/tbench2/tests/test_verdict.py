@@ -62,6 +62,12 @@ def test_a_bad_reward_txt_is_no_verdict(text: str, why: str) -> None:
         ('{"reward": 1, "extra": NaN}', "reward.json holds NaN, which is not finite"),
         ('{"reward": 0, "reward": 1}', "reward.json holds a key twice"),
         ('{"a": 1, "b": 0}', "reward.json has the keys a, b and none is 'reward'"),
+        ('{"a\\ud800": 1}', "reward.json holds a name that is no printable text"),
+        ('{"a\\nb": 1}', "reward.json holds a name that is no printable text"),
+        (
+            json.dumps({f"k{n}": 1 for n in range(2000)}),
+            "reward.json has the keys k0, k1, k2, k3, k4 and 1995 more and",
+        ),
         ("[" * 100_000, "reward.json is not JSON: "),
         ('{"reward": 1' + "0" * 5000 + "}", "reward.json is not JSON: "),
     ],
@@ -104,7 +110,13 @@ def test_any_bytes_give_a_finite_number_or_a_reason(data: bytes) -> None:
         assert found.reward is None or math.isfinite(found.reward)
 
 
-@given(st.dictionaries(st.text(min_size=1), st.floats(allow_nan=False, allow_infinity=False), min_size=1))
+@given(
+    st.dictionaries(
+        st.text(min_size=1).filter(str.isprintable),
+        st.floats(allow_nan=False, allow_infinity=False),
+        min_size=1,
+    )
+)
 def test_finite_numbers_survive(numbers: dict[str, float]) -> None:
     assert parse_reward_json(json.dumps(numbers).encode()) == numbers
 

@@ -12,6 +12,8 @@ from rollhook.environment import Verdict
 #: bytes of a reward file above which it is not read
 MAX_REWARD_BYTES = 64 << 10
 
+#: keys that a reason names
+_NAMED = 5
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 
 
@@ -51,6 +53,8 @@ def parse_reward_json(data: bytes) -> dict[str, float]:
         ) from None
     if not isinstance(value, dict) or not value:
         raise NoRewardError("reward.json holds no object with at least one key")
+    if not all(name.isprintable() for name in value):
+        raise NoRewardError("reward.json holds a name that is no printable text")
     return {name: _finite(number, name) for name, number in value.items()}
 
 
@@ -69,8 +73,10 @@ def _choose(components: dict[str, float], key: str) -> float:
         return components[key]
     if len(components) == 1:
         return next(iter(components.values()))
+    names = [name[:80] for name in components][:_NAMED]
+    more = f" and {len(components) - _NAMED} more" if len(components) > _NAMED else ""
     raise NoRewardError(
-        f"reward.json has the keys {', '.join(components)} and none is {key!r}: "
+        f"reward.json has the keys {', '.join(names)}{more} and none is {key!r}: "
         "name the one that counts in environment.reward_key"
     )
 
@@ -90,13 +96,13 @@ def _compare(reward: float, text_file: bytes | None, detail: dict[str, Any]) -> 
 
 def _finite(value: Any, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise NoRewardError(f"{name} is {json.dumps(value)[:80]}, which is not a number")
+        raise NoRewardError(f"{name[:80]} is {json.dumps(value)[:80]}, which is not a number")
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise NoRewardError(f"{name} is not finite")
+        raise NoRewardError(f"{name[:80]} is not finite")
     return number
 
 
