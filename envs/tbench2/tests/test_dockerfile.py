@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,19 @@ def test_everything_else_is_refused_with_its_line(line: str, message: str) -> No
     assert refused is not None
     assert str(refused).startswith(message)
     assert str(refused).endswith("it needs a sandbox that runs images")
+
+
+def test_a_value_that_grows_without_end_is_refused() -> None:
+    lines = "ARG A=x\n" + "ARG A=$A$A$A$A$A$A$A$A$A$A\n" * 20 + "USER me\n"
+    found = parse_dockerfile(f"FROM debian\n{lines}")
+    assert found.user == "me"
+    assert "ARG" in str(found.refused)
+
+
+def test_a_long_instruction_is_read_in_a_moment() -> None:
+    begun = time.process_time()
+    parse_dockerfile("FROM debian\nRUN " + "a\\\n" * 300_000)
+    assert time.process_time() - begun < 5
 
 
 def test_a_file_lands_where_docker_would_put_it() -> None:

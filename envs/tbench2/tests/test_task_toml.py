@@ -255,6 +255,74 @@ BAD = {
         '[task]\nname = "x"\n',
         ["task.toml:2: task.name: string should match pattern"],
     ),
+    "a number of too many digits": (f"[agent]\ntimeout_sec = {'9' * 5000}\n", ["task.toml: not TOML: "]),
+    "a key that is nested too deep": (
+        f"[{'.'.join('a' * 5000)}]\n",
+        ["task.toml: not TOML: it is nested too"],
+    ),
+    "a size of too many digits": (
+        f"[environment]\nmemory = '{'9' * 400}G'\n",
+        ["task.toml:2: environment.memory: '999"],
+    ),
+    "a number that is a mistake": (
+        "[agent]\ntimeout_sec = 1e308\n[environment]\nmemory_mb = 10000000000000\ncpus = 1e300\n"
+        f"[environment.healthcheck]\ncommand = 'x'\nretries = {'9' * 400}\ninterval_sec = 1e10\n",
+        [
+            "task.toml:5: environment.cpus: input should be less than or equal to 1000000",
+            "task.toml:4: environment.memory_mb: input should be less than or equal to 1073741824",
+            "task.toml:9: environment.healthcheck.interval_sec: input should be less than or equal to",
+            "task.toml:8: environment.healthcheck.retries: input should be less than or equal to 1000000",
+            "task.toml:2: agent.timeout_sec: input should be less than or equal to 1000000000, not 1e+308",
+        ],
+    ),
+    "a gate that nothing reaches": (
+        '[[steps]]\nname = "a"\nmin_reward = nan\n[[steps]]\nname = "b"\nmin_reward = {x = inf}\n',
+        [
+            "task.toml:3: steps.0.min_reward: input should be a finite number, not nan",
+            "task.toml:3: steps.0.min_reward: input should be a valid dictionary, not nan",
+            "task.toml:6: steps.1.min_reward: input should be a valid number, not {'x': inf}",
+            "task.toml:6: steps.1.min_reward.x: input should be a finite number, not inf",
+        ],
+    ),
+    "a text that no program can be given": (
+        '[environment]\nworkdir = "/a\\u0000"\n[environment.env]\nA = "\\u0000"\n'
+        '[[artifacts]]\nsource = "/a\\u0000b"\n',
+        [
+            "task.toml:2: environment.workdir: holds the character NUL",
+            "task.toml:4: environment.env.A: holds the character NUL",
+            "task.toml:6: artifacts.0.source: holds the character NUL",
+        ],
+    ),
+    "names of variables": (
+        '[environment.env]\n"A=B" = "x"\n[verifier.env]\n"" = "y"\n',
+        [
+            "task.toml:1: environment.env: 'A=B' is no name of a variable",
+            "task.toml:3: verifier.env: '' is no name of a variable",
+        ],
+    ),
+    "users": (
+        '[agent]\nuser = "--help"\n[verifier]\nuser = -1\n[[verifier.collect]]\ncommand = "x"\nuser = ""\n',
+        [
+            "task.toml:2: agent.user: '--help' is no user",
+            "task.toml:4: verifier.user: -1 is no user",
+            "task.toml:7: verifier.collect.0.user: '' is no user",
+        ],
+    ),
+    "images": (
+        '[environment]\ndocker_image = ""\n[verifier.environment]\ndocker_image = "a\\nRUN b"\n',
+        [
+            "task.toml:2: environment.docker_image: '' is no name of an image",
+            "task.toml:4: verifier.environment.docker_image: 'a\\nRUN b' is no name of an image",
+        ],
+    ),
+    "a place of the verifier in another spelling": (
+        'artifacts = ["//tests/x"]\n',
+        ["task.toml:1: artifacts.0.source: '//tests/x' is where only the verifier may leave anything"],
+    ),
+    "something that is no table": (
+        "agent = 2020-12-25\nsteps = [1]\n",
+        ["task.toml:1: agent: must be a table, not ", "task.toml:2: steps.0: must be a table, not 1"],
+    ),
     "everything at once": (
         "[environment]\ngpus = 1\ncpus = -1\n[agent]\nusers = 1\n",
         [

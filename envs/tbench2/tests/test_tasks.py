@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import os
 import shutil
 import subprocess
@@ -15,9 +17,10 @@ from rollhook.environment import EpisodeContext
 from rollhook.errors import TaskError, UsageError
 from rollhook.recipe.validate import validate
 from rollhook.testing.environment import build_context
-from rollhook_tbench2.config import TBench2Config
+from rollhook_tbench2.config import SplitConfig, TBench2Config
 from rollhook_tbench2.environment import SYSTEM_PROMPT, TBench2
-from rollhook_tbench2.tasks import read_task, read_task_set
+from rollhook_tbench2.split import SplitPack
+from rollhook_tbench2.tasks import ids_of, read_task, read_task_set
 
 GOOD = {
     "task.toml": '[metadata]\nhost_ok = true\n[environment]\nnetwork_mode = "no-network"\n',
@@ -168,6 +171,7 @@ def test_splits_come_from_the_directory_and_from_the_recipe(tmp_path: Path) -> N
         ('{"train": "a"}', "train must be a list of task ids"),
         ("[]", "must hold a JSON object"),
         ("{", "is not JSON"),
+        ('{"train": ["a", "a"]}', "split 'train' names a twice"),
     ],
 )
 def test_a_bad_splits_file_is_a_usage_error(tmp_path: Path, splits: str, message: str) -> None:
@@ -280,6 +284,95 @@ def test_a_directory_that_cannot_be_read_has_its_problem_and_harms_no_other(tmp_
     subprocess.run(["rm", "-rf", tmp_path / "deep"], check=True)  # too deep for shutil as well
     assert tasks["good"].problem is None
     assert tasks["deep"].problem == "the directory cannot be read: is nested too deep"
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = write_task(tmp_path, "t")
+
+    def refuse(*arguments: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(task / "tests/test.sh"))
+
+    monkeypatch.setattr(hashlib, "file_digest", refuse)
+    assert read_task(task).problem == "tests/test.sh: cannot be read: Permission denied"
+
+
+def test_a_link_to_itself_harms_no_task(tmp_path: Path) -> None:
+    write_task(tmp_path, "a")
+    for name in ("loop", "splits.json", "pack.json"):
+        (tmp_path / name).symlink_to(name)
+    assert [task.problem for task in read_task_set(tmp_path, {}).tasks.values()] == [None]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("a" * 5000, "cannot be read: File name too long"),
+        ("~nobody-of-this-name/tasks", "names a home directory that is not there"),
+    ],
+)
+def test_a_tasks_directory_that_cannot_be_is_a_usage_error(name: str, message: str) -> None:
+    pack = SplitPack(SplitConfig(tasks_dir=name), build_context())
+    for read in (tbench2(Path("x"), tasks_dir=name).tasks, pack.digest):
+        with pytest.raises(UsageError, match=message):
+            read()
+
+
+def test_a_split_file_of_an_impossible_name_is_a_usage_error() -> None:
+    with pytest.raises(
+        UsageError, match=r"split file .*a.*b.* cannot be read: it is not UTF-8 text, or its name is none"
+    ):
+        ids_of("a\0b")
+
+
+@pytest.mark.parametrize("name", ["instruction.md", "task.toml"])
+def test_text_that_is_no_text_is_a_problem(tmp_path: Path, name: str) -> None:
+    task = write_task(tmp_path, "t")
+    (task / name).write_bytes(b"# caf\xe9\n")
+    assert read_task(task).problem == f"{name}: no UTF-8 text (byte 5)"
+
+
+def test_a_file_that_is_none_is_not_called_missing(tmp_path: Path) -> None:
+    task = write_task(tmp_path, "t", **{"instruction.md": None})
+    (task / "instruction.md").symlink_to("task.toml")
+    assert read_task(task).problem == "instruction.md: no regular file, or below a link"
+    (task / "instruction.md").unlink()
+    os.mkfifo(task / "instruction.md")
+    assert read_task(task).problem == "instruction.md: no regular file, or below a link"
+
+
+STEPS = '[[steps]]\nname = "a"\n[[steps]]\nname = "b"\n'
+
+
+@pytest.mark.parametrize(
+    ("link", "target", "problem"),
+    [
+        ("solution", "/etc", "solution: leads out of the task"),
+        ("steps/a/tests", "/etc", "steps/a/tests: leads out of the task"),
+        ("steps/a/workdir", "../../../elsewhere", "steps/a/workdir: leads out of the task"),
+        ("environment/file", "/etc/passwd", "environment/Dockerfile: COPY: file leads out of environment/"),
+        ("environment/file", "../tests", "environment/Dockerfile: COPY: file leads out of environment/"),
+        ("steps/a/tests", "../b/tests", None),
+        ("environment/file", "other", None),
+    ],
+)
+def test_a_link_does_not_give_a_sandbox_files_of_the_host(
+    tmp_path: Path, link: str, target: str, problem: str | None
+) -> None:
+    files = {"steps/a/instruction.md": "One.", "steps/b/instruction.md": "Two.", "environment/other": "x"}
+    files |= {"steps/b/tests/x": "x"}
+    if link.startswith("environment"):
+        files["environment/Dockerfile"] = "FROM debian\nCOPY file /work/\n"
+    if link == "solution":
+        files = {}
+    files["task.toml"] = GOOD["task.toml"] + (STEPS if link.startswith("steps") else "")
+    task = write_task(tmp_path, "t", **files)
+    (tmp_path / "elsewhere").mkdir()
+    shutil.rmtree(task / link, ignore_errors=True)
+    (task / link).parent.mkdir(parents=True, exist_ok=True)
+    (task / link).symlink_to(target)
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack/t").symlink_to(task)
+    assert read_task(task).problem == read_task(tmp_path / "pack/t").problem == problem
 
 
 def test_a_link_to_a_name_that_is_no_text_counts_with_its_bytes(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def box_spec(task: TaskDir, plan: BoxPlan, network: Policy, ground: Ground, user
         context_dir=str(Path(task.path, plan.directory)) if build and dockerfile is not None else None,
         build_seconds=table.build_timeout_sec if build else None,
         workdir=workdir_of(plan, how),
-        user=user or (None if host or dockerfile is None else dockerfile.user),
+        user=user or (None if host or dockerfile is None else dockerfile.user or None),
         env={
             **(dockerfile.env if dockerfile is not None and host else {}),
             **templates.resolve(table.env, ground.lookup),

@@ -17,6 +17,8 @@ from rollhook_tbench2.problems import TaskProblem
 FILE = "environment/Dockerfile"
 
 _VARIABLE = re.compile(r"\\\$|\$(?:(\w+)|\{(\w+)(?::([-+])([^}]*))?\})")
+#: characters that the variables of one word may come to
+_MOST = 1 << 16
 _HEREDOC = re.compile(r"<<-?\s*([\"']?)(\w+)\1")
 
 
@@ -83,15 +85,24 @@ def parse_dockerfile(text: str, file: str = FILE) -> Dockerfile:
 
 
 def expand(word: str, known: Mapping[str, str]) -> str:
-    """Replace $NAME, ${NAME}, ${NAME:-word} and ${NAME:+word}; a name that is not known is empty."""
+    """Replace $NAME, ${NAME}, ${NAME:-word} and ${NAME:+word}; a name that is not known is empty.
+
+    So is what is beyond 64 KiB: a file may not grow without end by variables that hold one another.
+    """
+
+    left = _MOST
 
     def value(match: re.Match[str]) -> str:
+        nonlocal left
         if match[0] == "\\$":
             return "$"
         found = known.get(match[1] or match[2], "")
         if match[3] == "-":
-            return found or match[4]
-        return (match[4] if found else "") if match[3] == "+" else found
+            found = found or match[4]
+        elif match[3] == "+":
+            found = match[4] if found else ""
+        left -= len(found)
+        return found if left >= 0 else ""
 
     return _VARIABLE.sub(value, word)
 
@@ -103,7 +114,8 @@ def target_of(source: Path, destination: str) -> str:
 
 def _instructions(text: str) -> Iterator[tuple[int, list[str]]]:
     """Yield (line number, words) of each instruction, continuation lines joined, here-documents skipped."""
-    joined, first = "", 0
+    parts: list[str] = []
+    first = 0
     ends: list[str] = []
     for number, raw in enumerate(text.splitlines(), start=1):
         line = raw.strip()
@@ -114,9 +126,11 @@ def _instructions(text: str) -> Iterator[tuple[int, list[str]]]:
         if line.startswith("#") or not line:
             continue
         first = first or number
-        joined += line
-        if joined.endswith("\\"):
-            joined = joined[:-1] + " "
+        if line.endswith("\\"):
+            parts.append(line[:-1])
+            continue
+        joined = " ".join([*parts, line])
+        if not joined.strip():
             continue
         if joined.split(None, 1)[0].upper() in ("RUN", "COPY", "ADD"):
             ends = [match[2] for match in _HEREDOC.finditer(joined)]
@@ -125,7 +139,7 @@ def _instructions(text: str) -> Iterator[tuple[int, list[str]]]:
         except ValueError:
             words = joined.split()
         yield first, words
-        joined, first = "", 0
+        parts, first = [], 0
 
 
 def _env(words: list[str]) -> dict[str, str]:

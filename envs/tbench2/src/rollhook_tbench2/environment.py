@@ -16,7 +16,7 @@ from rollhook_tbench2.boxes import Ground, refusal
 from rollhook_tbench2.config import TBench2Config
 from rollhook_tbench2.episode import TBench2Episode
 from rollhook_tbench2.stages import TaskDir
-from rollhook_tbench2.tasks import TaskSet, read_task_set
+from rollhook_tbench2.tasks import TaskSet, read_task_set, tasks_root
 
 #: what the agent is told where neither the recipe nor the tasks' pack.json says otherwise
 SYSTEM_PROMPT = """\
@@ -103,7 +103,7 @@ class TBench2(Environment):
                 )
             else:
                 assert self.config.tasks_dir is not None
-                root = Path(self.config.tasks_dir).expanduser().absolute()
+                root = tasks_root(self.config.tasks_dir)
                 self._read = read_task_set(root, self.config.splits)
         return self._read
 

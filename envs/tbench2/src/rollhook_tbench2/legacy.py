@@ -69,4 +69,5 @@ def _megabytes(size: Any) -> int | None:
     if match is None:
         return None
     scale = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}[match[2].upper()]
-    return max(1, math.ceil(float(match[1]) * scale))
+    megabytes = float(match[1]) * scale
+    return max(1, math.ceil(megabytes)) if math.isfinite(megabytes) else None

@@ -15,7 +15,7 @@ from rollhook.errors import UsageError
 from rollhook.pack import Pack
 from rollhook_tbench2.config import SplitConfig
 from rollhook_tbench2.environment import SYSTEM_PROMPT
-from rollhook_tbench2.tasks import ids_of, read_task_set
+from rollhook_tbench2.tasks import ids_of, read_task_set, tasks_root
 
 NAMES = ("train", "heldout")
 
@@ -51,7 +51,7 @@ class SplitPack(Pack):
 
     @property
     def _root(self) -> Path:
-        return Path(self.config.tasks_dir).expanduser().absolute()
+        return tasks_root(self.config.tasks_dir)
 
     @property
     def _prompt(self) -> str:

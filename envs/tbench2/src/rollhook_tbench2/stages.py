@@ -153,6 +153,7 @@ def read_stages(
     policies = [_agent_policy(config, step) for step in steps]
     task = TaskDir(str(directory), config, box, policies[0], tuple(stages))
     problems = _network_problems(config, small, policies)
+    problems += _leading_out(directory, task)
     for plan in [box, *task.judges.values()]:
         if plan.docker_image is None and plan.dockerfile is not None:
             problems += _copy_problems(directory, plan)
@@ -278,8 +279,32 @@ def _parsed(dockerfile: bytes, file: str) -> Dockerfile:
 
 def _copy_problems(directory: Path, plan: BoxPlan) -> list[TaskProblem]:
     assert plan.dockerfile is not None
+    context, problems = directory / plan.directory, []
+    for source, _ in plan.dockerfile.copies:
+        why = ""
+        if not os.path.exists(context / source):
+            why = "is not in"
+        elif not _inside(context / source, Path(os.path.realpath(context))):
+            why = "leads out of"
+        if why:
+            reason = f"{source} {why} {plan.directory}/"
+            problems.append(TaskProblem(f"{plan.directory}/Dockerfile", "COPY", 0, reason))
+    return problems
+
+
+def _leading_out(root: Path, task: TaskDir) -> list[TaskProblem]:
+    """Return which directories whose files go into sandboxes are links to elsewhere on this machine."""
+    names = [plan.directory for plan in [task.box, *task.judges.values()]]
+    for stage in task.stages:
+        names += [*stage.tests, stage.solution, *([f"{stage.directory}/workdir"] if stage.directory else [])]
+    real = Path(os.path.realpath(root))
     return [
-        TaskProblem(f"{plan.directory}/Dockerfile", "COPY", 0, f"{source} is not in {plan.directory}/")
-        for source, _ in plan.dockerfile.copies
-        if not os.path.exists(directory / plan.directory / source)
+        TaskProblem(name, "", 0, "leads out of the task")
+        for name in dict.fromkeys(names)
+        if not _inside(real / name, real)
     ]
+
+
+def _inside(path: Path, root: Path) -> bool:
+    """Return whether a path that is followed through links stays in `root`, which has none."""
+    return Path(os.path.realpath(path)).is_relative_to(root)

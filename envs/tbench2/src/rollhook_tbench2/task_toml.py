@@ -11,6 +11,7 @@ from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -27,11 +28,27 @@ from rollhook_tbench2.problems import TaskProblem, line_of
 
 FILE = "task.toml"
 
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Wait = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-User = str | int
+#: what is larger is a mistake, and no clock or counter goes that far
+_MOST_SECONDS, _MOST_MIB, _MOST = 1_000_000_000, 1 << 30, 1_000_000
+Seconds = Annotated[float, Field(gt=0, le=_MOST_SECONDS, allow_inf_nan=False)]
+Wait = Annotated[float, Field(ge=0, le=_MOST_SECONDS, allow_inf_nan=False)]
+Mebibytes = Annotated[int, Field(gt=0, le=_MOST_MIB)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+def _is_user(value: str | int) -> str | int:
+    """Return a name or number of a user, perhaps with a group."""
+    if isinstance(value, int) and value >= 0:
+        return value
+    if isinstance(value, str) and _USER.fullmatch(value):
+        return value
+    raise ValueError(f"{value!r} is no user")
+
+
+User = Annotated[str | int, AfterValidator(_is_user)]
 
 _VERIFIERS = ("/tests", "/solution", "/logs/verifier")
+_USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\$?(?::[A-Za-z0-9_][A-Za-z0-9_.-]*)?")
 _PORTABLE = re.compile(r'[^<>:"/\\|?*\x00-\x1f\x7f]+')
 
 
@@ -46,6 +63,8 @@ class _WithEnv(_Table):
     @classmethod
     def _templates(cls, env: dict[str, str]) -> dict[str, str]:
         for name, value in env.items():
+            if not name or "=" in name:
+                raise ValueError(f"{name!r} is no name of a variable")
             if "${" in value and templates.parse(value) is None:
                 raise ValueError(
                     f"{name} takes a part of its value from the host; only a whole value can be, "
@@ -89,7 +108,7 @@ class HealthCheck(_Table):
     timeout_sec: Seconds = 30.0
     start_period_sec: Wait = 0.0
     start_interval_sec: Wait = 5.0
-    retries: Annotated[int, Field(gt=0)] = 3
+    retries: Annotated[int, Field(gt=0, le=_MOST)] = 3
 
     @property
     def longest(self) -> float:
@@ -105,11 +124,18 @@ class EnvironmentTable(_WithEnv, _WithNetwork):
     build_timeout_sec: Seconds = 600.0
     docker_image: str | None = None
     os: Literal["linux"] = "linux"
-    cpus: Annotated[float | None, Field(gt=0, allow_inf_nan=False)] = None
-    memory_mb: Annotated[int | None, Field(gt=0)] = None
-    storage_mb: Annotated[int | None, Field(gt=0)] = None
+    cpus: Annotated[float | None, Field(gt=0, le=_MOST, allow_inf_nan=False)] = None
+    memory_mb: Mebibytes | None = None
+    storage_mb: Mebibytes | None = None
     workdir: Annotated[str | None, Field(pattern="^/")] = None
     healthcheck: HealthCheck | None = None
+
+    @field_validator("docker_image")
+    @classmethod
+    def _is_image(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"[^\s-]\S*", value):
+            raise ValueError(f"{value!r} is no name of an image")
+        return value
 
     @field_validator("os", mode="before")
     @classmethod
@@ -193,7 +219,8 @@ class Artifact(_Table):
     def _stays_inside(cls, value: str) -> str:
         if not value.strip("/") or ".." in PurePosixPath(value).parts:
             raise ValueError(f"{value!r} is no path of a file or directory without '..'")
-        if any(PurePosixPath(value).is_relative_to(place) for place in _VERIFIERS):
+        path = PurePosixPath(re.sub("^//+", "/", value))
+        if any(path.is_relative_to(place) for place in _VERIFIERS):
             raise ValueError(f"{value!r} is where only the verifier may leave anything")
         return value
 
@@ -229,7 +256,7 @@ class StepTable(_Table):
     name: str
     agent: AgentTable = AgentTable()
     verifier: VerifierTable = VerifierTable()
-    min_reward: float | dict[str, float] | None = None
+    min_reward: Finite | dict[str, Finite] | None = None
     healthcheck: HealthCheck | None = None
     artifacts: Artifacts = []
 
@@ -293,6 +320,7 @@ def parse_task_toml(text: str) -> tuple[TaskToml | None, list[TaskProblem]]:
     """Return the task's configuration, or everything that is wrong with it."""
     try:
         raw = tomllib.loads(text)
+        impossible = list(_with_nul(raw, []))
     except tomllib.TOMLDecodeError as error:
         line = re.search(r"at line (\d+)", str(error))
         return None, [
@@ -300,6 +328,11 @@ def parse_task_toml(text: str) -> tuple[TaskToml | None, list[TaskProblem]]:
         ]
     except RecursionError:
         return None, [TaskProblem(FILE, "", 0, "not TOML: it is nested too deep")]
+    except ValueError as error:
+        return None, [TaskProblem(FILE, "", 0, f"not TOML: {error}")]
+    if impossible:
+        reason = "holds the character NUL, which no program can be given"
+        return None, [TaskProblem(FILE, ".".join(map(str, p)), line_of(text, p), reason) for p in impossible]
     problems = [
         TaskProblem(FILE, ".".join(map(str, path)), line_of(text, path), reason)
         for path, reason in [*take_legacy(raw), *_take_unsupported(raw)]
@@ -309,6 +342,18 @@ def parse_task_toml(text: str) -> tuple[TaskToml | None, list[TaskProblem]]:
     except ValidationError as error:
         return None, [*problems, *_distinct(_problem(text, item) for item in error.errors())]
     return (None, problems) if problems else (config, [])
+
+
+def _with_nul(value: Any, path: list[str | int]) -> Iterator[list[str | int]]:
+    """Yield where a text, or the name of a key, holds a NUL."""
+    if isinstance(value, str) and "\0" in value:
+        yield path
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            yield from [path] if "\0" in name else _with_nul(inner, [*path, name])
+    elif isinstance(value, list):
+        for number, inner in enumerate(value):
+            yield from _with_nul(inner, [*path, number])
 
 
 def _take_unsupported(raw: dict[str, Any]) -> list[tuple[Sequence[str | int], str]]:
@@ -333,6 +378,8 @@ def _problem(text: str, item: Any) -> TaskProblem:
         message = "unknown key" + (f", did you mean {near[0]!r}?" if near else "")
     elif item["type"] == "missing":
         message = "missing"
+    elif item["type"] == "model_type":
+        message = f"must be a table, not {_short(item['input'])}"
     elif not item["type"].startswith("value_error"):
         message = f"{message[0].lower()}{message[1:]}, not {_short(item['input'])}"
     return TaskProblem(FILE, key, line_of(text, location), message)

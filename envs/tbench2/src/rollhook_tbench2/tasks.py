@@ -7,8 +7,9 @@ import json
 import os
 import re
 import stat
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rollhook.budgets import DEFAULTS
@@ -45,12 +46,23 @@ class TaskSet:
     about: Mapping[str, object]
 
 
+def tasks_root(text: str) -> Path:
+    """Return the absolute path of a tasks directory. Raises UsageError for a home that is not there."""
+    try:
+        return Path(text).expanduser().absolute()
+    except RuntimeError as error:
+        raise UsageError(f"tasks_dir {text} names a home directory that is not there") from error
+
+
 def read_task_set(root: Path, extra_splits: Mapping[str, str | Sequence[str]]) -> TaskSet:
     """Read every task below `root`; a malformed one has its problem and harms no other.
 
     Raises UsageError when there is no task at all, or a split names tasks that are not there.
     """
-    directories = [root] if (root / "task.toml").is_file() else list(_task_directories(root))
+    try:
+        directories = [root] if (root / "task.toml").is_file() else list(_task_directories(root))
+    except OSError as error:
+        raise UsageError(f"tasks_dir {root} cannot be read: {error.strerror}") from error
     if not directories:
         raise UsageError(
             f"no tasks in {root}: give a directory whose subdirectories hold task.toml and instruction.md"
@@ -66,6 +78,8 @@ def read_task_set(root: Path, extra_splits: Mapping[str, str | Sequence[str]]) -
                 f"split {name!r} names {len(missing)} tasks that {root} does not hold: "
                 f"{', '.join(missing[:5])}"
             )
+        if twice := [task for task, count in Counter(ids).items() if count > 1]:
+            raise UsageError(f"split {name!r} names {', '.join(twice[:5])} twice")
     return TaskSet(tasks, splits, _json_object(root / "pack.json"))
 
 
@@ -80,17 +94,13 @@ def read_task(directory: Path, split: str = "all") -> Task:
         digest, small = _hash(str(directory))
     except (OSError, RecursionError) as error:
         reason = "is nested too deep" if isinstance(error, RecursionError) else error.strerror
-        return Task(
-            directory.name, "", split, problem=f"the directory cannot be read: {reason}", payload=None
-        )
+        file = os.path.relpath(error.filename, directory) if isinstance(error, OSError) else "."
+        what = "the directory" if file == "." else f"{file}:"
+        return Task(directory.name, "", split, problem=f"{what} cannot be read: {reason}", payload=None)
     settings = small.get("task.toml", b"")
-    config, found = parse_task_toml(
-        settings.decode("utf-8", "replace") if len(settings) <= _MAX_BYTES else ""
-    )
-    problems = layout_problems(small, config)
-    problems += [
-        TaskProblem(name, "", 0, "larger than 1 MiB") for name in small if len(small[name]) > _MAX_BYTES
-    ]
+    unreadable = [problem for name, data in small.items() for problem in _no_text(name, data)]
+    config, found = parse_task_toml(settings.decode("utf-8", "replace") if not unreadable else "")
+    problems = [_not_missing(directory, problem) for problem in layout_problems(small, config)] + unreadable
     if "task.toml" in small:
         problems += found
     payload = None
@@ -100,6 +110,23 @@ def read_task(directory: Path, split: str = "all") -> Task:
         reasons = "\n".join(str(problem) for problem in problems)
         return Task(directory.name, digest, split, problem=reasons, payload=None)
     return Task(directory.name, digest, split, payload.config.family, _limits(payload), payload)
+
+
+def _no_text(name: str, data: bytes) -> Iterator[TaskProblem]:
+    """Yield why a file that we read cannot be taken for text."""
+    if len(data) > _MAX_BYTES:
+        yield TaskProblem(name, "", 0, "larger than 1 MiB")
+    elif name.endswith(("task.toml", "instruction.md")):
+        try:
+            data.decode()
+        except UnicodeDecodeError as error:
+            yield TaskProblem(name, "", 0, f"no UTF-8 text (byte {error.start})")
+
+
+def _not_missing(directory: Path, problem: TaskProblem) -> TaskProblem:
+    if problem.reason != "missing" or not os.path.lexists(directory / problem.file):
+        return problem
+    return replace(problem, reason="no regular file, or below a link")
 
 
 def _limits(task: TaskDir) -> dict[str, float]:
@@ -124,10 +151,17 @@ def _task_directories(root: Path) -> Iterator[Path]:
     if not root.is_dir():
         raise UsageError(f"tasks_dir {root} is not a directory")
     for entry in sorted(os.scandir(root), key=lambda entry: entry.name):
-        if entry.is_dir() and not entry.name.startswith(".") and entry.name not in _IGNORED:
+        if _is_directory(entry) and not entry.name.startswith(".") and entry.name not in _IGNORED:
             files = {"task.toml", "instruction.md"}
             if any(os.path.exists(f"{entry.path}/{name}") for name in files):
                 yield Path(entry.path)
+
+
+def _is_directory(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself
+        return False
 
 
 def _hash(root: str) -> tuple[str, dict[str, bytes]]:
@@ -180,6 +214,8 @@ def _json_object(path: Path) -> dict[str, object]:
         return {}
     try:
         value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict):
@@ -193,7 +229,7 @@ def ids_of(value: str | Sequence[str]) -> list[str]:
         return list(value)
     try:
         lines = Path(value).read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise UsageError(f"split file {value} cannot be read: {reason}") from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text, or its name is none"
+        raise UsageError(f"split file {value!r} cannot be read: {reason}") from error
     return [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
