@@ -167,3 +167,8 @@ def test_a_source_is_a_directory_a_pack_or_an_environment(tmp_path: Path) -> Non
     assert task_source("environment.tbench2", "x", {"split": "all"}) == {"use": "tbench2", "split": "all"}
     with pytest.raises(UsageError, match="'nowhere' is no directory, pack or environment; packs here: "):
         task_source("nowhere", "tbench2", {})
+
+
+def test_keys_of_the_sandbox_that_are_wrong_are_told() -> None:
+    with pytest.raises(UsageError, match=r"sandbox\.warm: -1 should be greater than or equal to 0"):
+        proof_recipe({"use": "sums"}, {"use": "local", "warm": -1})

@@ -218,6 +218,29 @@ def test_a_backend_can_be_asked_without_a_run(run: RunDir, capsys: pytest.Captur
     assert f"deleted  {sandbox}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            ["--backend", "remembering", "--set", "warm=-1"],
+            "sandbox.warm: -1 should be greater than or equal",
+        ),
+        (["--backend", "remembering", "--set", "create_rate=x"], "sandbox.create_rate: 'x' is not a mapping"),
+        (["--set", "warm=1"], "--set warm=1: is a key of --backend, which is not given"),
+        (["--lease", ""], "--lease is empty"),
+        (["--label", "=x"], "--label =x: write KEY=VALUE"),
+    ],
+)
+def test_what_is_asked_wrongly_is_told(
+    run: RunDir, capsys: pytest.CaptureFixture[str], options: list[str], said: str
+) -> None:
+    sandbox = leave_one(run)
+    rollhook("sandboxes", "reap", *options, code=2)
+    assert said in capsys.readouterr().err
+    rollhook("sandboxes", "list")
+    assert sandbox in capsys.readouterr().out
+
+
 def test_an_unknown_run_and_no_runs_at_all(capsys: pytest.CaptureFixture[str]) -> None:
     rollhook("sandboxes", "reap", "absent", code=1)
     assert "there is no run 'absent' on this machine" in capsys.readouterr().err

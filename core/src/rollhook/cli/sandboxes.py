@@ -174,7 +174,7 @@ def bake_sandboxes(
     """
     from rollhook.cli.baking import bake
 
-    use = _named(backend, keys) if backend is not None else None
+    use = _named(backend, keys)
     raise typer.Exit(bake(source, overrides or [], use, environment, split, only, concurrency, json))
 
 
@@ -189,6 +189,8 @@ def _labels(lease: str | None, options: Sequence[str] | None) -> dict[str, str]:
     from rollhook.errors import UsageError
     from rollhook.sandbox.lease import PREFIX
 
+    if lease == "":
+        raise UsageError("--lease is empty: write the nonce of a lease, as the label rollhook.nonce has it")
     wanted = {PREFIX + "nonce": lease} if lease else {}
     for option in options or []:
         key, equals, value = option.partition("=")
@@ -224,8 +226,9 @@ def _backends(runs: Sequence[RunDir], name: str | None, keys: Sequence[str] | No
     from rollhook.errors import RollhookError
     from rollhook.recipe.load import load_recipe
 
-    if name is not None:
-        return [_named(name, keys)]
+    named = _named(name, keys)
+    if named is not None:
+        return [named]
     found: list[SandboxUse] = []
     for run in runs:
         if not run.lock_path.exists():
@@ -240,10 +243,21 @@ def _backends(runs: Sequence[RunDir], name: str | None, keys: Sequence[str] | No
     return found
 
 
-def _named(name: str, keys: Sequence[str] | None) -> SandboxUse:
+def _named(name: str | None, keys: Sequence[str] | None) -> SandboxUse | None:
+    """Return the backend that was named with its keys. Raises UsageError."""
+    from rollhook.errors import UsageError
+    from rollhook.recipe.problem import RecipeError
     from rollhook.recipe.schema import SandboxUse
+    from rollhook.recipe.validate import validate
 
-    return SandboxUse.model_validate({"use": name, **parse_keys(keys)})
+    if name is None:
+        if keys:
+            raise UsageError(f"--set {keys[0]}: is a key of --backend, which is not given")
+        return None
+    use, problems = validate(SandboxUse, {"use": name, **parse_keys(keys)}, "sandbox")
+    if use is None:
+        raise RecipeError(problems)
+    return use
 
 
 def _with_backends(uses: Sequence[SandboxUse], work: Callable[[str, SandboxBackend], Awaitable[None]]) -> int:

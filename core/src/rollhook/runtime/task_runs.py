@@ -17,7 +17,9 @@ from rollhook.environment import Environment, Task
 from rollhook.errors import UsageError
 from rollhook.installed import installed, nearest
 from rollhook.plugins import Plugins
-from rollhook.recipe.schema import EnvironmentUse, Recipe, SandboxUse
+from rollhook.recipe.problem import RecipeError
+from rollhook.recipe.schema import Recipe
+from rollhook.recipe.validate import validate
 from rollhook.records import EpisodeRecord
 from rollhook.rundir import Attempt
 from rollhook.runtime.episode import EpisodeRequest, EpisodeRunner
@@ -70,14 +72,14 @@ def sandbox_source(text: str | None) -> dict[str, Any] | None:
 
 
 def proof_recipe(source: Mapping[str, Any], sandbox: Mapping[str, Any] | None, seed: int = 0) -> Recipe:
-    """Return the recipe that a proof runs."""
-    keys = {"create_concurrency": 16, **sandbox} if sandbox else None
-    return Recipe(
-        name="oracle",
-        environment=[EnvironmentUse.model_validate(source)],
-        sandbox=SandboxUse.model_validate(keys) if keys else None,
-        seed=seed,
-    )
+    """Return the recipe that a proof runs. Raises RecipeError for keys that are none of a recipe."""
+    data: dict[str, Any] = {"name": "oracle", "environment": [dict(source)], "seed": seed}
+    if sandbox:
+        data["sandbox"] = {"create_concurrency": 16, **sandbox}
+    recipe, problems = validate(Recipe, data)
+    if recipe is None:
+        raise RecipeError(problems)
+    return recipe
 
 
 def load_parts(
