@@ -111,6 +111,19 @@ def test_a_dockerfile_becomes_steps(parse: Any, context: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("source", ["way/out/secret", "way/out/sec*", "way/../way/out/secret"])
+def test_a_link_does_not_lead_out_of_the_context(parse: Any, context: Path, source: str) -> None:
+    (context.parent / "secret").write_text("of the host")
+    (context / "way").mkdir()
+    (context / "way/out").symlink_to("../..")
+    spec = SandboxSpec(dockerfile=f"FROM debian:12\nCOPY {source} /x\n", context_dir=str(context))
+    with pytest.raises(SandboxError, match="lies outside the build context"):
+        plan_for(spec, CONFIG, parse)
+    all_of_it = plan_for(replace(spec, dockerfile="FROM debian:12\nCOPY . /x\n"), CONFIG, parse)
+    assert all_of_it is not None
+    assert "way/out" in [name for name, _, _ in all_of_it.files], "a link is copied as one"
+
+
 def test_what_is_no_part_of_the_recipe_does_not_change_the_name(parse: Any, context: Path) -> None:
     def name(text: str = DOCKERFILE) -> str:
         spec = SandboxSpec(dockerfile=text, context_dir=str(context), labels={"a": "b"}, workdir="/w")

@@ -180,7 +180,9 @@ def _files(context: Path, sources: list[str]) -> Iterator[tuple[str, int, str]]:
             if path.is_dir() and not path.is_symlink():
                 found.update(path.rglob("*"))
     for path in sorted(found):
-        if not Path(os.path.normpath(path)).is_relative_to(root):
+        # a link counts by where it is, what lies below one by where that is
+        inside = path == root or path.parent.resolve().is_relative_to(root)
+        if not (inside and Path(os.path.normpath(path)).is_relative_to(root)):
             raise SandboxError(f"COPY {path}: it lies outside the build context {context}", kind="user")
         yield _described(path, root)
 
