@@ -4,6 +4,7 @@ import asyncio
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -246,7 +247,7 @@ async def test_who_cannot_read_the_journal_waits_for_the_expiry(run: RunDir, now
     report = await reaped(backend, now, find=lambda run_id: None, watch=still)
     assert (sandbox in report.deleted) is gone
     if not gone:
-        assert report.kept[sandbox].startswith("the journal of run demo is not readable here")
+        assert report.kept[sandbox].startswith("whether run demo is over is not known here")
     attempt.finish("stopped")
 
 
@@ -259,6 +260,28 @@ async def test_a_run_of_the_same_name_elsewhere_is_not_taken_for_ours(run: RunDi
     assert (await reaped(backend, watch=still)).kept.keys() == {sandbox.id}
     assert sandbox.id in backend.live
     await pool.aclose()
+
+
+async def test_a_copy_of_a_runs_directory_does_not_show_that_it_is_over(run: RunDir, tmp_path: Path) -> None:
+    """What was fetched to read it: the run goes on elsewhere, and no heartbeat moves in the copy."""
+    attempt, backend = run.claim(), ScriptedBackend()
+    sandbox = await with_sandbox(attempt, backend)
+    abandon(attempt)
+    copy = RunDir(tmp_path / "copies" / "demo")
+    shutil.copytree(run.path, copy.path)
+    report = await reaped(backend, find=lambda _: copy, watch=still)
+    assert report.deleted == {}
+    assert report.kept[sandbox].startswith("whether run demo is over is not known here")
+    assert sandbox in (await reaped(backend, find=lambda _: copy, now=5401.0, watch=still)).deleted
+
+
+async def test_a_driver_that_is_stopped_and_there_keeps_its_sandboxes(run: RunDir) -> None:
+    """Ctrl-Z stops the heartbeat with all else; the run goes on with fg."""
+    attempt, backend = run.claim(), ScriptedBackend()
+    sandbox = await with_sandbox(attempt, backend)
+    report = await reaped(backend, watch=still)
+    assert report.kept == {sandbox: "attempt 1 is alive"}
+    attempt.finish("stopped")
 
 
 async def test_sandboxes_without_a_lease_are_left_alone(run: RunDir) -> None:

@@ -103,13 +103,24 @@ class AttemptInfo:
 
         It left a status, or its process was on this very boot of this machine and is gone.
         """
-        if self.status is not None:
-            return True
+        return self.status is not None or self._process_is_there() is False
+
+    def surely_there(self) -> bool:
+        """Return whether its process is seen here, though it may be stopped and its heartbeat with it."""
+        return self.status is None and self._process_is_there() is True
+
+    def copied(self) -> bool:
+        """Return whether this is a copy of the directory that its driver writes to, or was moved."""
+        inode = self.owner.get("inode")
+        return inode is not None and inode != self.path.stat().st_ino
+
+    def _process_is_there(self) -> bool | None:
+        """Return whether its process goes on; None where that is not seen from here."""
         here = _process_identity(os.getpid())
         if not self.owner or any(self.owner.get(key) != here[key] for key in ("boot", "pid_namespace")):
-            return False
+            return None
         pid = self.owner.get("pid")
-        return isinstance(pid, int) and _start_ticks(pid) != self.owner.get("start_ticks")
+        return _start_ticks(pid) == self.owner.get("start_ticks") if isinstance(pid, int) else None
 
 
 class RunDir:
@@ -222,6 +233,7 @@ class RunDir:
         }
         try:
             path.mkdir(exist_ok=True)
+            owner["inode"] = path.stat().st_ino
             fail("rundir.before_owner")
             _create_exclusive(path / "owner.json", to_json(owner, indent=True) + b"\n")
             fail("rundir.after_owner")

@@ -153,7 +153,7 @@ def _judge(info: SandboxInfo, lease: Lease, known: _Known | None, now: float) ->
         info,
         lease,
         False,
-        f"the journal of run {lease.run_id} is not readable here; it may be reaped in "
+        f"whether run {lease.run_id} is over is not known here; it may be reaped in "
         f"{lease.expiry - now:.0f} s, or from host {lease.host}",
         age,
     )
@@ -186,8 +186,12 @@ def _attempts_over(
         held = read_leases(attempts[number])
         ours = [held[nonce] for nonce in nonces if nonce in held]
         reason = surely_over(attempts[number], max(attempts))
-        if reason is None:
-            unsure.append((attempts[number], ours))
+        if reason is None and attempts[number].surely_there():
+            words = f"attempt {number} is alive"
+            known |= {lease.nonce: _Known(lease.taken_at, False, words, lease.price) for lease in ours}
+        elif reason is None:
+            # nothing moves in a copy, however alive the run is that it was made of
+            unsure += [] if attempts[number].copied() else [(attempts[number], ours)]
         else:
             known |= {lease.nonce: _Known(lease.taken_at, True, reason, lease.price) for lease in ours}
     alive = watch([attempt.heartbeat_path for attempt, _ in unsure]) if unsure else set()
