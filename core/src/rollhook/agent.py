@@ -124,8 +124,8 @@ class AgentContext:
 
     `endpoint` is None where the run has no policy; `note` keeps something about the agent's work in the
     episode's record (`detail.agent`), which must be JSON. `on_clock(work)` waits for what is neither a
-    command of `sandbox` nor a turn, such as calls of tools, on the agent's clock. `heard(messages)` says what the
-    conversation is, where it is not that of `session`.
+    command of `sandbox` nor a turn, such as calls of tools, on the agent's clock. `heard(messages)` says what
+    the conversation is, where it is not that of `session`.
     """
 
     session: ChatSession

@@ -72,7 +72,7 @@ class AgentSandbox:
         env: Mapping[str, str] | None = None,
         stdin: bool = False,
     ) -> Spawned:
-        """Start a program of the agent and return at once; `Endpoint.attend` charges the time that it takes."""
+        """Start a program of the agent and return at once; `Endpoint.attend` charges the time it takes."""
         self._clock.check()
         return await self._sandbox.spawn(argv, cwd=cwd, env=env, user=self._user, stdin=stdin)
 
