@@ -72,7 +72,7 @@ A recipe says what a run does; these only say where things are on this machine.
 | `ROLLHOOK_AGENT` | Set by the agent `command` on this machine, to find all that its program starts. |
 | `ROLLHOOK_SESSION_URL`, `ROLLHOOK_MODEL` | Set by it for its program: its session, the model's name. |
 | `ROLLHOOK_TASK`, `ROLLHOOK_TASK_FILE` | Set by it as well: the task, or the file that holds it. |
-| `ROLLHOOK_TEST_IMAGE` | For tests against the engine at `DOCKER_HOST`: an image with bash, coreutils and python3. |
+| `ROLLHOOK_TEST_IMAGE` | For tests at `DOCKER_HOST`: an image with bash, coreutils and python3. |
 
 A secret is named in a recipe by a reference such as `env:NAME`, and read from the variable of that name
 ([secrets](../how-to/secrets.md)).
