@@ -92,25 +92,25 @@ async def room(room_pid: int, tmp_path: Path) -> AsyncIterator[Room]:
 
 
 async def test_a_look_that_goes_on_after_its_client_left(room: Room) -> None:
-    sandbox = Sandbox(room, capabilities={"isolation"})
+    sandbox = Sandbox(room, capabilities=frozenset({"isolation"}))
     process = await sandbox.spawn(["sh", "-c", "sleep 1; head -c 3000000 /dev/zero; exec sleep 600"])
     room.leave = lambda script: "setsid" not in script
-    taken = asyncio.create_task(anext(aiter(process.stdout())))
-    await asyncio.wait_for(room.runs("tr"), 20)
+    taken = asyncio.ensure_future(anext(aiter(process.stdout())))
+    await asyncio.wait_for(room.runs("base64"), 20)
     room.leave = lambda _: False
     taken.cancel()
     await process.aclose()
     assert [command for _, command in (await sandbox.quiesce()).killed] == ["sleep 600"]
-    assert "tr" not in room.running()
+    assert "base64" not in room.running()
 
 
 async def test_a_file_that_is_read_no_more(room: Room, tmp_path: Path) -> None:
     (tmp_path / "big").write_bytes(bytes(900_000))
-    sandbox = Sandbox(room, capabilities={"isolation"})
+    sandbox = Sandbox(room, capabilities=frozenset({"isolation"}))
     room.leave = lambda _: True
     reading = asyncio.create_task(sandbox.read("big"))
-    await asyncio.wait_for(room.runs("tr"), 20)
+    await asyncio.wait_for(room.runs("base64"), 20)
     room.leave = lambda _: False
     reading.cancel()
     assert (await sandbox.quiesce()).killed == ()
-    assert "tr" not in room.running()
+    assert "base64" not in room.running()

@@ -17,27 +17,42 @@ _LOOKS = "RH_LOOK"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 #: $1: pauses; $2, $3: bytes of out and err that are there already; $4: bytes of each to return at most;
-#: $5: "end" to wait for the command's end alone. Waits until it has ended or printed more, then answers
+#: $5: "end" to wait for the command's end alone, and to leave the sizes to who counts what arrives.
+#: Waits until it has ended or printed more, then answers
 _LOOK = r"""
 running() {
   { read -r w < "$d/w" && IFS= read -r stat < "/proc/$w/stat"; } || return 1
   case ${stat##*) } in Z* | X*) return 1 ;; esac
 }
-pauses=$1 out=$2 err=$3 most=$4 until=$5 code=- broken=0
+sizes() {
+  outs=0 errs=0
+  [ -s "$d/out" ] || [ -s "$d/err" ] || return
+  set -- $(wc -c "$d/out" "$d/err")
+  outs=${1:-0} errs=${3:-0}
+}
+show() {
+  if [ "$2" = 0 ]; then
+    head -c "$most" "$1" | base64 -w 0 || head -c "$most" "$1" | base64 | tr -d '\n'
+  else
+    tail -c +$(($2 + 1)) "$1" | head -c "$most" | base64 -w 0 ||
+      tail -c +$(($2 + 1)) "$1" | head -c "$most" | base64 | tr -d '\n'
+  fi
+}
+pauses=$1 out=$2 err=$3 most=$4 until=$5 code=- broken=0 outs=? errs=?
 for pause in $pauses end; do
   running && gone= || gone=1
   read -r code < "$d/exit" || code=-
-  set -- $(wc -c "$d/out" "$d/err")
+  [ "$until" ] || sizes
   [ "$code" = - ] && [ "$gone" ] && code=137
   [ "$code" = - ] || break
-  [ "$until" ] || { [ "${1:-0}" -le "$out" ] && [ "${3:-0}" -le "$err" ]; } || break
+  [ "$until" ] || { [ "$outs" -le "$out" ] && [ "$errs" -le "$err" ]; } || break
   [ "$pause" = end ] || sleep "$pause" || sleep 1
 done
 [ -e "$d/broken" ] && broken=1
-printf '\nrollhook: %s %s %s %s\n' "$code" "${1:-0}" "${3:-0}" "$broken"
-[ "${1:-0}" -gt "$out" ] && tail -c +$((out + 1)) "$d/out" | head -c "$most" | base64 | tr -d '\n'
+printf '\nrollhook: %s %s %s %s\n' "$code" "$outs" "$errs" "$broken"
+if [ "$until" ]; then [ -s "$d/out" ]; else [ "$outs" -gt "$out" ]; fi && show "$d/out" "$out"
 echo
-[ "${3:-0}" -gt "$err" ] && tail -c +$((err + 1)) "$d/err" | head -c "$most" | base64 | tr -d '\n'
+if [ "$until" ]; then [ -s "$d/err" ]; else [ "$errs" -gt "$err" ]; fi && show "$d/err" "$err"
 printf '\nrollhook: end\n'
 """
 
@@ -62,12 +77,20 @@ feeder=$!
 """
 
 #: the leader of a session of its own: the command in the foreground, its exit code to a file.
-#: $1: uid to become, "" for none; $2: gid; $3: user's name, "" for none asked; $4: home
+#: $1: uid to become, "" for none; $2: gid; $3: user's name, "" for none asked; $4: home; $5, $6: pid and
+#: birth of who waits for it, woken at the end, or at once where there is input to come
 _RUN = r"""
-d=@D@ feeder=
+d=@D@ feeder= waiter=$5 born=$6
+wake() {
+  IFS= read -r stat < "/proc/$waiter/stat" || return
+  set -- ${stat##*) }
+  [ "${20}" = "$born" ] && kill -9 "$waiter"
+}
 echo $$ > "$d/w"
 @FEED@
 (
+  IFS= read -r stat < /proc/self/stat
+  echo "${stat%% *}" > "$d/pid"
   uid=$1 gid=$2 user=$3
   [ "$user" ] && export "HOME=$4" "USER=$user" "LOGNAME=$user"
   cd -- @CWD@ || exit 126
@@ -76,18 +99,18 @@ echo $$ > "$d/w"
   if [ "$uid" ]; then
     groups=--init-groups
     [ "$uid" = "$user" ] && groups=--clear-groups
-    if setpriv --reuid 0 true 2> /dev/null; then
+    if setpriv --reuid 0 --help > /dev/null 2>&1; then
       set -- setpriv --reuid "$uid" --regid "$gid" "$groups" -- "$@"
     else
       set -- su -m -s /bin/sh "$user" -c 'exec "$@"' sh "$@"
     fi
   fi
-  exec /bin/sh -c 'echo $$ > "$0"; exec "$@"' "$d/pid" "$@"
+  exec "$@"
 ) < @STDIN@ > "$d/out" 2> "$d/err"
 code=$?
 [ "$feeder" ] && kill -9 "$feeder"
-mkdir -p "$d"
-echo "$code" > "$d/exit.new" && mv -f "$d/exit.new" "$d/exit"
+echo "$code" > "$d/exit" || { mkdir -p -m 700 "$d" && echo "$code" > "$d/exit"; }
+@WAKE@
 """
 
 #: finds the account of $user; ends the script where there is none, or no way to become it
@@ -100,7 +123,7 @@ while IFS=: read -r name x id group x path x; do
 done < /etc/passwd
 case $uid$user in *[!0-9]*) ;; *) uid=$user gid=$user home=/ ;; esac
 [ "$uid" ] || { printf '\nrollhook: nouser\n'; exit; }
-me=$(id -u)
+while read -r name x me x; do [ "$name" = Uid: ] && break; done < /proc/self/status
 if [ "$me" = "$uid" ]; then
   uid=
 elif [ "$me" != 0 ]; then
@@ -109,31 +132,37 @@ elif [ "$me" != 0 ]; then
 fi
 """
 
-#: making the directory is the start; who finds it there waits until its maker is so far
+#: making the directory is the start; who finds it there waits until its maker is so far. Its maker sleeps
+#: until the command wakes it
 _START = r"""@TITLE@
 exec 2> /dev/null
-umask 077
-d=@D@ user=@USER@ uid= gid= home=
+d=@D@ user=@USER@ uid= gid= home= pauses=@PAUSES@
 [ "$user" ] && {
 @ACCOUNT@
 }
-mkdir -p @BASE@
-if mkdir "$d"; then
-  : > "$d/out"
-  : > "$d/err"
+if mkdir -m 700 "$d" || { mkdir -p -m 700 @BASE@ && mkdir -m 700 "$d"; }; then
+  true > "$d/out"
+  true > "$d/err"
   @PIPE@
-  cat > "$d/run" << '@END@'
-@RUN@
-@END@
-  setsid -f /bin/sh "$d/run" "$uid" "$gid" "$user" "$home" < /dev/null > /dev/null ||
-    { setsid /bin/sh "$d/run" "$uid" "$gid" "$user" "$home" < /dev/null > /dev/null & }
+  printf %s @RUN@ > "$d/run"
+  (
+    exec < /dev/null > /dev/null
+    IFS= read -r stat < /proc/self/stat
+    pid=${stat%% *}
+    set -- ${stat##*) }
+    set -- /bin/sh "$d/run" "$uid" "$gid" "$user" "$home" "$pid" "${20}"
+    setsid -f "$@" || { setsid "$@" & }
+    @EXPORT@
+    exec sleep @SLEEP@
+  )
+  case $? in 0 | 137) pauses= ;; esac
 fi
 for pause in 0.02 0.05 0.1 0.2 0.5 1 1 1; do
   [ -s "$d/w" ] && break
   sleep "$pause" || sleep 1
 done
 @EXPORT@
-set -- @LOOK_ARGS@
+set -- "$pauses" @LOOK_ARGS@
 @LOOK@
 @CLEAN@
 """
@@ -176,7 +205,7 @@ while [ "$up" -gt 1 ]; do
   up=${stat%% *}
   mine="$mine $up"
 done
-set -- @MARK@ @OWN@"$mine"
+set -- @MARK@ @OWN@"$mine" @LOOKS@
 """
 
 
@@ -239,7 +268,8 @@ def start(
     run = _fill(
         _RUN,
         D=directory,
-        FEED=_FEED if stdin else "",
+        FEED=f"{_FEED}wake" if stdin else "",
+        WAKE="" if stdin else "wake",
         CWD=shlex.quote(cwd),
         STDIN='"$d/fifo"' if stdin else "/dev/null",
         EXPORTS="\n".join(exports),
@@ -254,17 +284,19 @@ def start(
         USER=shlex.quote(user or ""),
         ACCOUNT=_ACCOUNT if user else ":",
         PIPE='mkdir "$d/in" && mkfifo "$d/fifo"' if stdin else "",
-        LOOK_ARGS=f"{shlex.quote(pauses(wait))} 0 0 {most} end",
+        SLEEP="5" if stdin else f"{wait:.2f}",
+        PAUSES=shlex.quote(pauses(wait)),
+        LOOK_ARGS=f"0 0 {most} end",
         LOOK=_LOOK,
         CLEAN=f"rm -rf {shlex.join(finished)}" if finished else "",
-        END=f"rollhook-{nonce}",
-        RUN=run,
+        RUN=shlex.quote(run),
     )
 
 
 def prevent(base: str, nonce: str) -> str:
     """Return the script after which a start with this nonce that is still under way starts nothing."""
-    return f"umask 077; mkdir -p {shlex.quote(base)}; mkdir {shlex.quote(f'{base}/{nonce}')} 2> /dev/null; :"
+    made = shlex.quote(f"{base}/{nonce}")
+    return f"{{ mkdir -p -m 700 {shlex.quote(base)}; mkdir -m 700 {made}; }} 2> /dev/null; :"
 
 
 def feed(directory: str, number: int, encoded: str | None) -> str:
@@ -287,9 +319,9 @@ def kill_one(directory: str) -> str:
 def kill_tree(base: str, mark: str, own_pids: frozenset[int]) -> str:
     """Return the script that kills what carries `mark`, sparing the processes that run this very script."""
     own = " ".join(str(pid) for pid in sorted(own_pids))
-    clear = _fill(_CLEAR, TITLE=shlex.quote(_title(base)), LOOKS=shlex.quote(f"{_LOOKS}={base}"))
-    clear = "" if mark else clear
-    return _fill(_KILL, CLEAR=clear, MARK=shlex.quote(mark), OWN=shlex.quote(own)) + scripts.KILL
+    looks = shlex.quote(f"{_LOOKS}={base}")
+    clear = "" if mark else _fill(_CLEAR, TITLE=shlex.quote(_title(base)), LOOKS=looks)
+    return _fill(_KILL, CLEAR=clear, MARK=shlex.quote(mark), OWN=shlex.quote(own), LOOKS=looks) + scripts.KILL
 
 
 def _fill(template: str, **values: str) -> str:

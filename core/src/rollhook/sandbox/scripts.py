@@ -12,13 +12,14 @@ from collections.abc import Sequence
 
 MARK = "ROLLHOOK_EXEC"
 
-#: $1: mark to look for in environments, empty for every process; $2: pids never to touch, space separated.
+#: $1: mark to look for in environments, empty for every process; $2: pids never to touch, space separated;
+#: $3: what stands in the environment of processes that are killed and not named, if any.
 #: Prints `pid<TAB>command` once per killed process and `left N` at the end. Ends with 0 when none is left.
 KILL = r"""
-mark=$1 own=" $2 $$ " seen=" " round=0
-marked() {
+mark=$1 own=" $2 $$ " unnamed=$3 seen=" " round=0
+carries() {
   while IFS= read -r text || [ -n "$text" ]; do
-    case $text in *"$mark"*) return 0 ;; esac
+    case $text in *"$2"*) return 0 ;; esac
     text=
   done 2>/dev/null < "/proc/$1/environ"
   return 1
@@ -38,7 +39,7 @@ find_targets() {
     esac
     parent=$2
     [ $(($7 & 0x200000)) -eq 0 ] || continue
-    if [ -z "$mark" ] || marked "$pid"; then found="$found$pid "; else rows="$rows$pid:$parent "; fi
+    if [ -z "$mark" ] || carries "$pid" "$mark"; then found="$found$pid "; else rows="$rows$pid:$parent "; fi
   done
   grown=$mark
   while [ -n "$grown" ]; do
@@ -57,7 +58,9 @@ while [ $round -lt 50 ]; do
       *" $pid "*) ;;
       *)
         seen="$seen$pid "
+        [ "$unnamed" ] && carries "$pid" "$unnamed" && continue
         name=$( { tr '\0\n\t' '   ' < "/proc/$pid/cmdline"; } 2>/dev/null) || name=
+        [ "$name" ] || [ -e "/proc/$pid/stat" ] || continue
         printf '%s\t%.500s\n' "$pid" "$name"
         ;;
     esac
