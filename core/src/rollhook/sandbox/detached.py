@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import itertools
 import logging
 import secrets
@@ -25,6 +26,7 @@ _NOTHING = bytes(CHUNK)
 _LITTLE = 64 << 10
 _INLINE_INPUT = 32 << 10
 _INPUT_CHUNK = 4 << 20
+_MUCH_GARBAGE = 8
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -77,7 +79,8 @@ class Detached:
         self.times = times or DetachedTimes()
         #: commands whose command line contains this are the backend's own
         self.base = f"{base}/.rollhook-{secrets.token_hex(6)}"
-        self.finished: list[str] = []
+        self._garbage: list[str] = []
+        self._garbage_bytes = 0
         self._sleep = sleep
         self._clock = clock
         self._chores: set[asyncio.Task[None]] = set()
@@ -97,7 +100,9 @@ class Detached:
         killed. Raises SandboxError(kind="user") for an unknown user or one that cannot be had.
         """
         nonce = secrets.token_hex(8)
-        done, self.finished = self.finished, []
+        done: list[str] = []
+        if len(self._garbage) >= _MUCH_GARBAGE or self._garbage_bytes >= CHUNK:
+            done, self._garbage, self._garbage_bytes = self._garbage, [], 0
         script = sh.start(
             self.base,
             nonce,
@@ -116,6 +121,11 @@ class Detached:
             self._chore(self._undo(nonce, (env or {}).get("ROLLHOOK_EXEC", "")))
             raise
         return DetachedProcess(self, f"{self.base}/{nonce}", answer)
+
+    def forget(self, path: str, size: int) -> None:
+        """Have a path of so many bytes removed with one of the next starts, the very next if that is much."""
+        self._garbage.append(path)
+        self._garbage_bytes += size
 
     async def ask(self, script: str, *, wait: float, user: str | None = None) -> Answer:
         """Send a script that answers like `look` until an answer arrives."""
@@ -260,6 +270,12 @@ class DetachedProcess:
         assert self._code is not None
         return self._code
 
+    async def rest(self) -> None:
+        """Wait until what a killed command printed last has arrived, as long as an answer may take."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._detached.times.grace):
+                await self.wait()
+
     async def _until(self, condition: Callable[[], bool]) -> None:
         self._look()
         async with self._changed:
@@ -372,7 +388,7 @@ class DetachedProcess:
         if self._feeder is not None and not self._feeder.cancelled() and self._feeder.exception() is not None:
             logger.info("input of a command did not arrive: %s", self._feeder.exception())
         if self._code is not None:
-            self._detached.finished.append(self._directory)
+            self._detached.forget(self._directory, sum(stream.size for stream in self._streams))
 
 
 def _plain(script: str) -> bool:

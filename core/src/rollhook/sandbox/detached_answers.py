@@ -30,7 +30,7 @@ def parse(said: str, user: str | None = None) -> Answer:
     Raises SandboxError(kind="retryable") for an answer that is not whole, kind="user" for a user that is not
     there.
     """
-    lines = said.splitlines()
+    lines = [line.rstrip("\r") for line in said.split("\n")]
     heads = [n for n, line in enumerate(lines) if line.startswith("rollhook: ")]
     words = lines[heads[0]].split() if heads else []
     if words[1:] == ["nouser"]:
@@ -42,11 +42,15 @@ def parse(said: str, user: str | None = None) -> Answer:
         if lines[heads[0] + 3] != "rollhook: end":
             raise ValueError("no end")
         news = [base64.b64decode(lines[heads[0] + n], validate=True) for n in (1, 2)]
-        return Answer(
-            None if code == "-" else int(code), (int(out), int(err)), (news[0], news[1]), broken == "1"
-        )
+        sizes = _size(out, news[0]), _size(err, news[1])
+        return Answer(None if code == "-" else int(code), sizes, (news[0], news[1]), broken == "1")
     except (ValueError, IndexError, binascii.Error):
         raise SandboxError(f"the sandbox gave half an answer: {said[-200:]!r}", kind="retryable") from None
+
+
+def _size(said: str, news: bytes) -> int:
+    """Return a stream's size; "?" is that of a first answer, which brings all unless it is full."""
+    return int(said) if said != "?" else len(news) + (len(news) >= CHUNK)
 
 
 class Stream:

@@ -11,6 +11,7 @@ import binascii
 import errno
 import itertools
 import os
+import secrets
 import shlex
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -36,23 +37,29 @@ else said=file; fi
 printf '\nrollhook: %s\n' "$said"
 if [ "$said" = file ]; then
   if [ "$3" ]; then head -c "$2" -- "$1" > "$3" && wc -c < "$3"
-  else head -c "$2" -- "$1" | base64 | tr -d '\n'; fi
+  else head -c "$2" -- "$1" | base64 -w 0 || head -c "$2" -- "$1" | base64 | tr -d '\n'; fi
 fi
 printf '\nrollhook: end\n'
 """
 
-#: $1: path; $2: mode; $3: base64 of the content, or "" where the rest are files that hold it
+#: $1: path; $2: umask; $3: mode, "" where the umask gives it; $4: name to write under; $5: base64 of the
+#: content, or "" where the rest are files that hold it
 _WRITE = r"""
 exec 2> /dev/null
 write() {
   [ -d "$1" ] && [ ! -L "$1" ] && { said=directory; return; }
-  said=denied parent=${1%/*}/ path=$1 mode=$2 data=$3
-  shift 3
-  mkdir -p -- "$parent" || return
-  new=$(mktemp "$parent.rollhook-XXXXXXXX") || return
+  said=denied parent=${1%/*}/ path=$1 mode=$3 new=${1%/*}/$4 data=$5
+  [ -d "$parent" ] || mkdir -p -- "$parent" || return
+  umask "$2"
+  shift 5
+  set -C
+  true > "$new" || return
+  set +C
   if [ $# = 0 ]; then printf %s "$data" | base64 -d > "$new"; else cat -- "$@" > "$new"; fi || said=full
-  [ "$said" = denied ] && chmod "$mode" "$new" && mv -fT -- "$new" "$path" && said=written
-  rm -f -- "$new" "$@"
+  [ "$said" = denied ] && { [ -z "$mode" ] || chmod "$mode" "$new"; } &&
+    mv -fT -- "$new" "$path" && said=written
+  [ "$said" = written ] || rm -f -- "$new"
+  [ $# = 0 ] || rm -f -- "$@"
 }
 write @ARGS@
 printf '\nrollhook: %s\nrollhook: end\n' "$said"
@@ -61,7 +68,7 @@ printf '\nrollhook: %s\nrollhook: end\n' "$said"
 #: $1: the working directory; prints the processes that are there before anybody's command, and how many
 _SETTLE = r"""
 exec 2> /dev/null
-mkdir -p -- "$1" || { printf '\nrollhook: denied\nrollhook: end\n'; exit; }
+[ -d "$1" ] || mkdir -p -- "$1" || { printf '\nrollhook: denied\nrollhook: end\n'; exit; }
 up=$$ mine=" $$ "
 while [ "$up" -gt 1 ]; do
   IFS= read -r stat < "/proc/$up/stat" || break
@@ -152,18 +159,20 @@ class DetachedSandbox(RawSandbox):
                 raise SandboxError(f"{path} holds more than the limit of {limit} bytes", kind="user")
             return await self.commands.again(lambda: self.get(copy))
         finally:
-            self.commands.finished.append(copy)
+            self.commands.forget(copy, limit)
 
     async def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
         """Write a file beside its place and move it there."""
-        arguments = [path, f"{mode:o}"]
+        # created with it where that can be: a process less
+        fine = mode & 0o7711 == 0o600
+        modes = [f"{0o777 & ~mode:o}", ""] if fine else ["77", f"{mode:o}"]
 
         async def once() -> str:
             if len(data) <= _INLINE_WRITE:
                 pieces = [base64.b64encode(data).decode()]
             else:
                 pieces = ["", *await self._put_pieces(data)]
-            words = shlex.join([*arguments, *pieces])
+            words = shlex.join([path, *modes, f".rollhook-{secrets.token_hex(8)}", *pieces])
             return (await self._ask_once(_WRITE.replace("@ARGS@", words)))[0]
 
         _check(await self.commands.again(once), "written", path)
@@ -186,7 +195,7 @@ class DetachedSandbox(RawSandbox):
     async def _ask_once(self, script: str, *arguments: str) -> list[str]:
         text = f"set -- {shlex.join(arguments)}\n{script}" if arguments else script
         said = await self.commands.send(text)
-        lines = [line for line in said.splitlines() if line]
+        lines = [line for line in (part.rstrip("\r") for part in said.split("\n")) if line]
         heads = [n for n, line in enumerate(lines) if line.startswith("rollhook: ")]
         if len(heads) < 2 or lines[heads[-1]] != "rollhook: end":
             raise SandboxError(f"sandbox {self.id} gave half an answer: {said[-200:]!r}", kind="retryable")
