@@ -17,8 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollhook.errors import SandboxDead, SandboxError
+from rollhook.sandbox import Sandbox, SandboxSpec
 from rollhook.sandbox.detached import Detached, DetachedProcess, DetachedTimes
 from rollhook.sandbox.detached_answers import parse
+from rollhook.sandbox.detached_sandbox import DetachedSandbox
 from rollhook.sandbox.detached_scripts import pauses
 from rollhook.sandbox.output import Capture
 from rollhook.sandbox.streams import feed, pump, sliced
@@ -305,10 +307,38 @@ async def test_as_long_is_waited_as_the_service_asks(tmp_path: Path) -> None:
 
 
 async def test_finished_commands_are_cleared_away(detached: Detached, tmp_path: Path) -> None:
-    for _ in range(3):
+    left = Path(detached.base)
+    for _ in range(20):
         await finish(await detached.start(["true"], cwd=str(tmp_path)))
+    assert len(list(left.iterdir())) < 10
+    await finish(await detached.start(["head", "-c", "2000000", "/dev/zero"], cwd=str(tmp_path)))
     await finish(await detached.start(["true"], cwd=str(tmp_path)))
-    assert len(list(Path(detached.base).iterdir())) == 1
+    assert len(list(left.iterdir())) == 1
+
+
+async def test_a_command_has_the_umask_of_the_sandbox(detached: Detached, tmp_path: Path) -> None:
+    process = await detached.start(["sh", "-c", "umask"], cwd=str(tmp_path))
+    said = subprocess.run(["sh", "-c", "umask"], stdout=subprocess.PIPE, check=True).stdout
+    assert (await finish(process))[1] == said
+    assert Path(detached.base).stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("size", [(1 << 20) - 1, 1 << 20, (1 << 20) + 1])
+async def test_a_first_answer_that_may_be_all(tmp_path: Path, size: int) -> None:
+    detached = Detached(Machine(), base=str(tmp_path), times=DetachedTimes(first=20.0))
+    process = await detached.start(["sh", "-c", f"head -c {size} /dev/zero; echo err >&2"], cwd="/")
+    assert await finish(process) == (0, bytes(size), b"err\n")
+
+
+async def test_who_started_a_long_command_is_answered_while_it_runs(detached: Detached) -> None:
+    process = await detached.start(
+        ["sh", "-c", "echo begun; exec sleep 300"], cwd="/", env={"ROLLHOOK_EXEC": "long-1."}
+    )
+    assert await anext(process.stdout()) == b"begun\n"
+    killed = await detached.kill_tree("long-1.", frozenset({1}))
+    assert [command for _, command in killed] == ["sleep 300"]
+    assert await process.wait() == 137
+    await process.aclose()
 
 
 @given(st.text(max_size=200), st.text(max_size=50))
@@ -338,3 +368,37 @@ async def test_a_command_does_not_wait_for_its_children(detached: Detached, tmp_
     assert await finish(process) == (0, b"started\n", b"")
     assert time.monotonic() - began < 20
     assert len(await detached.kill_tree("child-1.", frozenset({1}))) == 1
+
+
+class Far(DetachedSandbox):
+    """This machine with slow news of commands; that of `directory` prints its last before a kill."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__("far", SandboxSpec(workdir=str(directory)))
+        self.directory = directory
+
+    async def run(self, script: str, *, timeout: float) -> str:
+        if "left 0" in script:
+            (self.directory / "go").touch()
+            while not (self.directory / "printed").exists():
+                await asyncio.sleep(0.01)
+            return await asyncio.to_thread(Machine.shell, script)
+        said = await asyncio.to_thread(Machine.shell, script)
+        await asyncio.sleep(0.5)
+        return said
+
+    async def put(self, path: str, data: bytes) -> None:
+        Path(path).write_bytes(data)
+
+    async def get(self, path: str) -> bytes:
+        return Path(path).read_bytes()
+
+    async def alive(self) -> bool:
+        return True
+
+
+async def test_what_was_printed_before_a_timeout_arrives_over_a_slow_line(tmp_path: Path) -> None:
+    sandbox = Sandbox(Far(tmp_path), capabilities=frozenset({"isolation"}))
+    text = "echo first; until [ -e go ]; do sleep 0.01; done; echo last; : > printed; exec sleep 300"
+    result = await sandbox.shell(text, timeout=1.5)
+    assert (result.timed_out, result.stdout) == (True, b"first\nlast\n")

@@ -208,6 +208,8 @@ class Sandbox:
                     code = await process.wait()
             except TimeoutError:
                 await self._kill(mark)
+                if isinstance(process, DetachedProcess):
+                    await process.rest()
             await drain(pumps, out, err)
         except SandboxDead:
             raise
