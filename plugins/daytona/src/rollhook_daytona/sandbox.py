@@ -52,7 +52,8 @@ class DaytonaSandbox(DetachedSandbox):
         """Read a file, as a stream where the SDK has one: it would block the loop otherwise."""
 
         async def stream() -> bytes:
-            return b"".join([chunk async for chunk in await self._handle.fs.download_file_stream(path)])
+            data = [chunk async for chunk in await self._handle.fs.download_file_stream(path)]
+            return await asyncio.to_thread(b"".join, data)
 
         return await self._call("downloading a file", 1800.0, stream)
 

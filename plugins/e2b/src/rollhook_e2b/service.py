@@ -239,12 +239,10 @@ class Service:
         )
 
     async def _download(self, box: Any, path: str, seconds: float) -> bytes:
-        data = bytearray()
         stream = await box.files.read(path, format="stream", user="root", request_timeout=seconds)
         async with stream as chunks:
-            async for chunk in chunks:
-                data += chunk
-        return bytes(data)
+            data = [chunk async for chunk in chunks]
+        return await asyncio.to_thread(b"".join, data)
 
     # templates
 
