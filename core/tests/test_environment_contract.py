@@ -75,7 +75,9 @@ class LimitsInNothing(Sums):
 
 
 class EmptyProblems(Sums):
-    def problems(self, sandbox_capabilities: frozenset[str]) -> Sequence[str]:
+    def problems(
+        self, sandbox_capabilities: frozenset[str], tasks: Sequence[Task] | None = None
+    ) -> Sequence[str]:
         return [""]
 
 

@@ -70,9 +70,12 @@ def prove(
 
     async def run() -> None:
         parts = Parts(recipe, plugins, attempt.path, attempt.run.run_id, attempt.number)
-        async with Proofs(parts, attempt) as proofs:
-            chosen = [task for task in proofs.environment.tasks() if tasks is None or task.id in tasks]
-            await proofs.run(chosen, 3, lambda row: rows.__setitem__(row.task_id, row))
+
+        def choose(environment: Environment) -> list[Task]:
+            return [task for task in environment.tasks() if tasks is None or task.id in tasks]
+
+        async with Proofs(parts, attempt, choose) as proofs:
+            await proofs.run(proofs.tasks, 3, lambda row: rows.__setitem__(row.task_id, row))
 
     asyncio.run(run())
     return rows
@@ -109,11 +112,26 @@ def test_an_agent_that_fails_is_an_error_of_its_boundary(attempt: Attempt) -> No
 
 def test_an_environment_that_cannot_run_here_is_refused(attempt: Attempt) -> None:
     class NeedsImages(Sums):
-        def problems(self, sandbox_capabilities: frozenset[str]) -> Sequence[str]:
+        def problems(
+            self, sandbox_capabilities: frozenset[str], tasks: Sequence[Task] | None = None
+        ) -> Sequence[str]:
             return ["task x needs an image"]
 
     with pytest.raises(UsageError, match="these tasks cannot run here: task x needs an image"):
         prove(attempt, NeedsImages)
+
+
+def test_tasks_that_are_not_chosen_refuse_nothing(attempt: Attempt) -> None:
+    class OneNeedsImages(Sums):
+        def problems(
+            self, sandbox_capabilities: frozenset[str], tasks: Sequence[Task] | None = None
+        ) -> Sequence[str]:
+            every = self.tasks() if tasks is None else tasks
+            return [f"{task.id} needs an image" for task in every if task.id == "sum-3-4"]
+
+    with pytest.raises(UsageError, match="sum-3-4 needs an image"):
+        prove(attempt, OneNeedsImages)
+    assert list(prove(attempt, OneNeedsImages, ["sum-1-2"])) == ["sum-1-2"]
 
 
 def row(name: str, digest: str = "d", mark: Any = "1") -> TaskProof:

@@ -59,7 +59,7 @@ class Room(Environment):
             raise UsageError(f"room has no split {split!r}; it has train and heldout")
         return [Task("a", "1", split, limits={"agent": 300.0}), Task("b", "2", split, problem="no file")]
 
-    def problems(self, capabilities):
+    def problems(self, capabilities, tasks=None):
         return [] if "isolation" in capabilities else ["it needs isolation"]
 
     def episode(self, task, ctx):

@@ -164,10 +164,13 @@ class Environment(ABC):
     def episode(self, task: Task, ctx: EpisodeContext) -> Episode:
         """Return a fresh single-use episode; no I/O. `ctx.boxes` fills after its `boxes` were read."""
 
-    def problems(self, sandbox_capabilities: frozenset[str]) -> Sequence[str]:
+    def problems(
+        self, sandbox_capabilities: frozenset[str], tasks: Sequence[Task] | None = None
+    ) -> Sequence[str]:
         """Return why this environment cannot run on a sandbox with these capabilities; empty: it can.
 
-        Called before any episode is made; those made afterwards may suit what the sandbox can do.
+        `tasks` are those that are to be run, by default all. Called before any episode is made; those made
+        afterwards may suit what the sandbox can do.
         """
         return ()
 

@@ -257,6 +257,16 @@ def test_many_refused_tasks_are_counted(tmp_path: Path) -> None:
     assert problem.startswith("tasks t0, t1, t2 and 2 more: it needs its container image")
 
 
+def test_of_chosen_tasks_only_these_are_refused(tmp_path: Path) -> None:
+    write_task(tmp_path, "plain")
+    write_task(tmp_path, "pictured", **{"task.toml": IMAGE})
+    environment = tbench2(tmp_path)
+    pictured, plain = sorted(environment.tasks(), key=lambda task: task.id)
+    assert environment.problems(ISOLATED, [plain]) == []
+    (problem,) = environment.problems(ISOLATED, [plain, pictured])
+    assert problem.startswith("task pictured: it needs its container image")
+
+
 def test_the_prompt_is_the_recipes_else_the_packs_else_the_contract(tmp_path: Path) -> None:
     write_task(tmp_path, "t")
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from rollhook.runtime.task_diff import Difference
     from rollhook.runtime.task_health import Results as Examined
     from rollhook.runtime.task_health import TaskHealth
+    from rollhook.runtime.task_runs import Choose
 
 app = typer.Typer(
     help="Look at tasks, and prove that they can be solved and are not solved already.",
@@ -148,8 +149,8 @@ async def _prove(
 
     parts = load_parts(recipe, attempt.path, attempt.run.run_id, attempt.number)
     with stopping(display):
-        async with Proofs(parts, attempt) as proofs:
-            tasks = _chosen(await asyncio.to_thread(proofs.environment.tasks, split), only)
+        async with Proofs(parts, attempt, _choice(split, only)) as proofs:
+            tasks = proofs.tasks
             todo = results.todo(tasks)
             if len(todo) < len(tasks):
                 display.say(f"{len(tasks) - len(todo)} tasks have been proven before and are not run again")
@@ -225,8 +226,8 @@ async def _examine(
 
     parts = load_parts(recipe, attempt.path, attempt.run.run_id, attempt.number)
     with stopping(display):
-        async with Examination(parts, attempt, repeat) as examination:
-            tasks = _chosen(await asyncio.to_thread(examination.environment.tasks, split), only)
+        async with Examination(parts, attempt, repeat, _choice(split, only)) as examination:
+            tasks = examination.tasks
             todo = results.todo(tasks, repeat)
             if len(todo) < len(tasks):
                 display.say(f"{len(tasks) - len(todo)} tasks have been examined before and are not run again")
@@ -311,8 +312,9 @@ async def _compare(
                 names.append(f"{letter}: {backend['use'] if backend else 'none'}")
                 recipe = proof_recipe(source, backend)
                 parts = load_parts(recipe, attempt.path, attempt.run.run_id, attempt.number, ())
-                sides.append(await stack.enter_async_context(Side(parts, attempt, f"probe-{letter}")))
-            tasks = _chosen(await asyncio.to_thread(sides[0].environment.tasks, split), only)
+                side = Side(parts, attempt, f"probe-{letter}", _choice(split, only))
+                sides.append(await stack.enter_async_context(side))
+            tasks = sides[0].tasks
             broken = [task for task in tasks if task.problem is not None]
             if broken:
                 display.say(f"{len(broken)} tasks cannot run and are left out, e.g. {broken[0].id}")
@@ -343,13 +345,17 @@ def _print_differences(rows: Sequence[Difference], names: Sequence[str], count: 
     Console().print(table)
 
 
-def _chosen(tasks: Sequence[Task], only: Sequence[str] | None) -> list[Task]:
+def _choice(split: str | None, only: Sequence[str] | None) -> Choose:
     from rollhook.errors import UsageError
 
-    chosen = [t for t in tasks if not only or any(fnmatchcase(t.id, pattern) for pattern in only)]
-    if not chosen:
-        raise UsageError(f"no task matches {', '.join(only or [])}" if only else "there are no tasks")
-    return chosen
+    def choose(environment: Environment) -> list[Task]:
+        tasks = environment.tasks(split)
+        chosen = [t for t in tasks if not only or any(fnmatchcase(t.id, pattern) for pattern in only)]
+        if not chosen:
+            raise UsageError(f"no task matches {', '.join(only or [])}" if only else "there are no tasks")
+        return chosen
+
+    return choose
 
 
 def _recipe(pack: str, environment: str, keys: Sequence[str] | None) -> Recipe:

@@ -12,7 +12,7 @@ from rollhook.records import EpisodeRecord
 from rollhook.rundir import Attempt
 from rollhook.runtime.parts import Parts
 from rollhook.runtime.rows import Rows
-from rollhook.runtime.task_runs import TaskRuns, each
+from rollhook.runtime.task_runs import Choose, TaskRuns, all_tasks, each
 
 Mark = Literal["1", "0", "ERR"]
 AGENTS = ("oracle", "nop")
@@ -43,8 +43,8 @@ class TaskProof:
 class Proofs(TaskRuns):
     """Runs both agents on tasks, many at once, on the same runner as training; a context manager."""
 
-    def __init__(self, parts: Parts, attempt: Attempt) -> None:
-        super().__init__(parts, attempt, AGENTS)
+    def __init__(self, parts: Parts, attempt: Attempt, choose: Choose = all_tasks) -> None:
+        super().__init__(parts, attempt, AGENTS, choose=choose)
 
     async def run(
         self, tasks: Sequence[Task], concurrency: int, finished: Callable[[TaskProof], None]

@@ -13,7 +13,7 @@ from rollhook.records import EpisodeRecord
 from rollhook.rundir import Attempt
 from rollhook.runtime.oracle import failure
 from rollhook.runtime.parts import Parts
-from rollhook.runtime.task_runs import TaskRuns, each
+from rollhook.runtime.task_runs import Choose, TaskRuns, all_tasks, each
 
 ABSENT = "-"
 _SECONDS = 60.0
@@ -96,9 +96,9 @@ class Prober(Agent):
 class Side(TaskRuns):
     """One of the two backends; a context manager."""
 
-    def __init__(self, parts: Parts, attempt: Attempt, name: str) -> None:
+    def __init__(self, parts: Parts, attempt: Attempt, name: str, choose: Choose = all_tasks) -> None:
         self._prober = Prober(parts.context("agent.prober"))
-        super().__init__(parts, attempt, (), {name: self._prober})
+        super().__init__(parts, attempt, (), {name: self._prober}, choose)
         self.name = name
 
     async def see(self, task: Task) -> Seen:

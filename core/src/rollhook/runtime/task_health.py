@@ -16,7 +16,7 @@ from rollhook.rundir import Attempt
 from rollhook.runtime.oracle import failure, record_output
 from rollhook.runtime.parts import Parts
 from rollhook.runtime.rows import Rows
-from rollhook.runtime.task_runs import TaskRuns, each
+from rollhook.runtime.task_runs import Choose, TaskRuns, all_tasks, each
 
 RESULTS = "doctor.jsonl"
 #: bytes of a hidden file below which finding its like means nothing
@@ -102,9 +102,9 @@ class Looker(Agent):
 class Examination(TaskRuns):
     """Runs solution and nothing on tasks several times each, and looks around; a context manager."""
 
-    def __init__(self, parts: Parts, attempt: Attempt, repeat: int) -> None:
+    def __init__(self, parts: Parts, attempt: Attempt, repeat: int, choose: Choose = all_tasks) -> None:
         self._looker = Looker(parts.context("agent.looker"))
-        super().__init__(parts, attempt, ("oracle", "nop"), {"looker": self._looker})
+        super().__init__(parts, attempt, ("oracle", "nop"), {"looker": self._looker}, choose)
         self._repeat = repeat
 
     async def run(

@@ -26,6 +26,8 @@ from rollhook.runtime.episode import EpisodeRequest, EpisodeRunner
 from rollhook.runtime.parts import Parts
 from rollhook.runtime.seeds import derive
 
+Choose = Callable[[Environment], Sequence[Task]]
+
 
 def task_source(reference: str, environment: str, keys: Mapping[str, Any]) -> dict[str, Any]:
     """Return the environment section of a recipe for a directory, a pack or an environment by name.
@@ -107,11 +109,17 @@ def build_environment(parts: Parts) -> Environment:
     return environment
 
 
+def all_tasks(environment: Environment) -> Sequence[Task]:
+    """Return every task of an environment."""
+    return environment.tasks()
+
+
 class TaskRuns:
     """Runs agents on tasks of one environment, in sandboxes of one backend; a context manager.
 
-    `agents` are those of plugins by name, or, as instances, agents of the caller's own. Raises UsageError on
-    entering where the sandboxes cannot run the tasks.
+    `choose` says which tasks of the environment, by default all; they are `tasks` once entered. `agents` are
+    those of plugins by name, or, as instances, agents of the caller's own. Raises UsageError on entering
+    where the sandboxes cannot run the tasks.
     """
 
     def __init__(
@@ -120,8 +128,11 @@ class TaskRuns:
         attempt: Attempt,
         agents: Sequence[str] = (),
         own: Mapping[str, Agent] | None = None,
+        choose: Choose = all_tasks,
     ) -> None:
         self.environment = build_environment(parts)
+        self.tasks: Sequence[Task] = ()
+        self._choose = choose
         self._recipe = parts.recipe
         self._attempt = attempt
         self._parts = parts
@@ -133,10 +144,14 @@ class TaskRuns:
     async def __aenter__(self) -> Self:
         self._stack.push_async_callback(self.environment.aclose)
         try:
+            self.tasks = await asyncio.to_thread(self._choose, self.environment)
             pool = await self._parts.open_pool(self._attempt, self._stack)
             capabilities = pool.backend.capabilities if pool is not None else frozenset()
-            if problems := await asyncio.to_thread(self.environment.problems, capabilities):
-                raise UsageError(f"these tasks cannot run here: {'; '.join(problems)}")
+            if problems := await asyncio.to_thread(self.environment.problems, capabilities, self.tasks):
+                raise UsageError(
+                    f"these tasks cannot run here: {'; '.join(problems)}; choose other tasks, or a sandbox "
+                    "backend that can run them"
+                )
             for name in self._agents:
                 agent = self._parts.plugins.build("agent", name, {}, self._parts.context(f"agent.{name}"))
                 self._stack.push_async_callback(agent.aclose)

@@ -53,14 +53,16 @@ class TBench2(Environment):
             )
         return [found.tasks[task] for task in found.splits[split]]
 
-    def problems(self, sandbox_capabilities: frozenset[str]) -> Sequence[str]:
+    def problems(
+        self, sandbox_capabilities: frozenset[str], tasks: Sequence[Task] | None = None
+    ) -> Sequence[str]:
         """Return which tasks this sandbox cannot run and why; episodes made later suit what it can do."""
         self._ground = Ground(sandbox_capabilities, self.config.floor, self._value, self._hide)
         reasons: dict[str, list[str]] = {}
-        for task in self._task_set().tasks.values():
+        for task in self._task_set().tasks.values() if tasks is None else tasks:
             if task.problem is None and (why := refusal(task.payload, self._ground, self.config.host_env)):
                 reasons.setdefault(why, []).append(task.id)
-        return [f"{_named(tasks)}: {why}" for why, tasks in reasons.items()]
+        return [f"{_named(names)}: {why}" for why, names in reasons.items()]
 
     def episode(self, task: Task, ctx: EpisodeContext) -> Episode:
         """Return an attempt at a task. Raises TaskError for one with a problem, Unsupported by name."""
@@ -114,8 +116,9 @@ class TBench2(Environment):
         return self._values.get(name)
 
     def _hide(self, text: str) -> str:
-        for name, value in self._values.items():
-            text = text.replace(value, f"${{{name}}}")
+        # the longest first: one may be a part of another
+        for name, value in sorted(self._values.items(), key=lambda item: -len(item[1])):
+            text = text.replace(value, f"${{{name}}}") if value else text
         return text
 
 

@@ -77,9 +77,10 @@ async def _serve(
     name = recipe.environment[0].use
     async with AsyncExitStack() as stack:
         guest = Guest(None, parts.context("agent"))
-        runs = await stack.enter_async_context(TaskRuns(parts, attempt, own={GUEST: guest}))
-        tasks = await asyncio.to_thread(runs.environment.tasks, split)
-        table = Table(runs, tasks, episodes)
+        runs = await stack.enter_async_context(
+            TaskRuns(parts, attempt, own={GUEST: guest}, choose=lambda env: env.tasks(split))
+        )
+        table = Table(runs, runs.tasks, episodes)
         stack.push_async_callback(table.aclose)
         url = await _listen(protocol, table, name, bound, stack)
         display.say(f"{name}: {len(table.tasks)} tasks at {url}")
