@@ -180,6 +180,29 @@ async def test_a_server_that_does_not_come_up_is_told(tasks_file, tmp_path, flag
         await asyncio.wait_for(play(made, "say"), 30)
 
 
+async def test_how_the_stderr_of_a_server_that_does_not_come_up_ends_is_told(
+    tasks_file, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("A_KEY", "s3ntinel")
+    code = (
+        "import os, sys; print('x' * 99999, file=sys.stderr); sys.exit('no luck with ' + os.environ['KEY'])"
+    )
+    keys = {"argv": [sys.executable, "-c", code], "secrets": {"KEY": "env:A_KEY"}, "start_seconds": 20.0}
+    for workdir in (None, str(tmp_path)):
+        with pytest.raises(TaskError, match=r"cannot be used: .* no luck with ") as raised:
+            await play(environment(tasks_file, tmp_path, **keys, workdir=workdir), "say")
+        assert "s3ntinel" not in str(raised.value)
+        assert len(str(raised.value)) < 1000
+
+
+async def test_what_an_earlier_server_said_is_not_told(tasks_file, tmp_path):
+    Path(tmp_path, "server.log").write_text("an old story\n")
+    keys = {"argv": [sys.executable, "-c", "print('bye')"], "workdir": str(tmp_path), "start_seconds": 20.0}
+    with pytest.raises(TaskError, match="cannot be used") as raised:
+        await play(environment(tasks_file, tmp_path, **keys), "say")
+    assert "old story" not in str(raised.value)
+
+
 async def test_a_setup_that_fails_is_told(tmp_path, http_server):
     file = tmp_path / "t.jsonl"
     file.write_text(json.dumps({**COUNT, "setup": [{"tool": "add", "arguments": {"amount": "x"}}]}))

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TextIO
 
 from rollhook.component import BuildContext
 from rollhook.environment import (
@@ -39,6 +39,8 @@ _INHERITED = ("PATH", "LANG", "LC_ALL", "TZ")
 _LEAST = 16 << 20
 #: characters of a result that a record keeps
 _KEPT = 500
+#: bytes at the end of a server's stderr that are looked at
+_TAIL = 1 << 16
 
 
 class McpEnvironment(Environment):
@@ -77,6 +79,9 @@ class McpEpisode(Episode):
         self._context = context
         self._stack = AsyncExitStack()
         self._phase: McpPhase | None = None
+        self._log: TextIO | None = None
+        self._told_before = 0
+        self._secrets: Mapping[str, str] = {}
 
     async def __aenter__(self) -> Self:
         """Start the server and connect. Raises TaskError when that fails or takes too long."""
@@ -89,12 +94,15 @@ class McpEpisode(Episode):
                 for call in self._task.setup:
                     await server.must(call, "setup")
         except BaseException as error:
+            told = await asyncio.to_thread(self._stderr)
             await self._stack.aclose()
             if isinstance(error, TimeoutError):
-                raise TaskError(f"the MCP server was not ready within {config.start_seconds:g} s") from None
+                raise TaskError(
+                    f"the MCP server was not ready within {config.start_seconds:g} s{told}"
+                ) from None
             if isinstance(error, TaskError) or not isinstance(error, Exception):
                 raise
-            raise TaskError(f"the MCP server cannot be used: {_said(error)}") from error
+            raise TaskError(f"the MCP server cannot be used: {_said(error)}{told}") from error
         hidden = {*config.hidden, *filter(None, [self._task.check.tool])}
         self._phase = McpPhase(self._task, server, hidden, config.system_prompt)
         return self
@@ -114,6 +122,7 @@ class McpEpisode(Episode):
 
         config, context = self._config, self._context
         secrets = {name: context.secret(str(each)) for name, each in config.secrets.items()}
+        self._secrets = secrets
         mode = "legacy" if config.sessions else "auto"  # of 2026-07-28 on the protocol has no sessions
         if config.url is not None:
             most = max(_LEAST, 4 * config.result_bytes)
@@ -126,10 +135,24 @@ class McpEpisode(Episode):
         env = {name: os.environ[name] for name in _INHERITED if name in os.environ}
         env |= {"HOME": directory, **config.env, **secrets}
         log = self._stack.enter_context(open(Path(directory, "server.log"), "a"))  # noqa: SIM115
+        self._log, self._told_before = log, log.tell()
         transport = StdioTransport(
             config.argv[0], list(config.argv[1:]), env=env, cwd=directory, keep_alive=False, log_file=log
         )
         return Client(transport, init_timeout=config.start_seconds, mode=mode)
+
+    def _stderr(self) -> str:
+        """Return how the stderr of a server on stdio ends, if it said anything, without secrets."""
+        if self._log is None:
+            return ""
+        with suppress(OSError), open(self._log.name, "rb") as log:
+            log.seek(max(self._told_before, os.path.getsize(self._log.name) - _TAIL))
+            text = log.read(_TAIL).decode("utf-8", "replace")
+            for name, value in self._secrets.items():
+                text = text.replace(value, f"<{name}>")
+            said = " ".join(text.split())[-_KEPT:]
+            return f"; its stderr ends: {said}" if said else ""
+        return ""
 
 
 class Server:
