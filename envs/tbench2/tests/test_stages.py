@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -362,3 +363,45 @@ async def test_a_value_from_the_host_reaches_the_sandbox_and_no_record(
     assert record.reward == 1.0
     assert record.detail["output"] == "tests: ${API_KEY}\n${API_KEY}/nothing"
     assert "sentinel" not in repr(record) + caplog.text
+
+
+FAILS = {
+    "a reward": ("[verifier.env]\nKEY = '${API_KEY}'\n", "echo $KEY > /logs/verifier/reward.txt"),
+    "names of rewards": (
+        "[verifier.env]\nKEY = '${API_KEY}'\n",
+        'echo "{\\"$KEY\\": 1, \\"b\\": 1}" > /logs/verifier/reward.json',
+    ),
+    "a health check": (
+        "[environment.env]\nKEY = '${API_KEY}'\n[environment.healthcheck]\n"
+        "command = 'echo $KEY >&2; false'\nretries = 1\n",
+        "",
+    ),
+    "output that is cut": (
+        "[verifier.env]\nKEY = '${API_KEY}'\n",
+        'printf "%02000d" 0; printf "%s%01990d" "$KEY" 1; echo 1 > /logs/verifier/reward.txt',
+    ),
+}
+
+
+@pytest.mark.parametrize("way", FAILS)
+async def test_a_value_from_the_host_is_in_no_reason(
+    tmp_path: Path, attempts: Attempts, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    monkeypatch.setenv("HELD_HERE", "sentinel-91c4")
+    keys, script = FAILS[way]
+    files = {"task.toml": TOML + keys, "tests/test.sh": f"#!/bin/sh\n{script}\n"}
+    record = await attempts.run(write_task(tmp_path, **files), [], host_env={"API_KEY": "env:HELD_HERE"})
+    assert (record.reward is None) == (way != "output that is cut")
+    assert not re.search("sentinel|91c4", repr(record))
+    assert "API_KEY" in repr(record)
+
+
+async def test_setup_that_fails_does_not_say_a_value_from_the_host(
+    tmp_path: Path, attempts: Attempts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HELD_HERE", "sentinel-91c4")
+    toml = f"{TOML}[environment.env]\nKEY = '${{API_KEY}}'\n[[steps]]\nname = 'a'\n"
+    files = {"steps/a/instruction.md": "Wait.", "steps/a/workdir/setup.sh": "echo $KEY >&2; exit 3\n"}
+    task = write_task(tmp_path, **{"task.toml": toml, **files})
+    record = await attempts.run(task, [], host_env={"API_KEY": "env:HELD_HERE"})
+    assert "setup.sh of step a ended with 3: ${API_KEY}" in str(record.outcome.cause)

@@ -52,7 +52,8 @@ class TBench2Episode(Episode):
                 await self._copy(name, Path(self.task.path, plan.directory, source), destination)
         if plan.table.healthcheck is not None:
             box = self.ctx.box(name)
-            await wait_until_healthy(box, plan.table.healthcheck, user=self.image_user(plan, box))
+            user = self.image_user(plan, box)
+            await wait_until_healthy(box, plan.table.healthcheck, user=user, hide=self.ground.hide)
 
     def image_user(self, plan: BoxPlan, box: Sandbox) -> str | None:
         """Return who works in a box where nobody else is named: the image's user, not the agent's own."""
@@ -79,12 +80,10 @@ class TBench2Episode(Episode):
             if await asyncio.to_thread((files / "setup.sh").is_file):
                 result = await box.exec(["bash", "setup.sh"], cwd=box.spec.workdir, user=stage.user)
                 if not result.ok:
-                    raise TaskError(
-                        f"setup.sh of step {stage.name} ended with {result.exit_code}: "
-                        f"{result.error_text[-500:].strip()}"
-                    )
+                    said = self.ground.hide(result.error_text)[-500:].strip()
+                    raise TaskError(f"setup.sh of step {stage.name} ended with {result.exit_code}: {said}")
         if stage.healthcheck is not None:
-            await wait_until_healthy(box, stage.healthcheck, user=stage.user)
+            await wait_until_healthy(box, stage.healthcheck, user=stage.user, hide=self.ground.hide)
 
     async def _copy(self, name: str, source: Path, destination: str) -> None:
         """Do what COPY does: the contents of a directory, or one file."""

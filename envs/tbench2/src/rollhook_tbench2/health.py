@@ -16,10 +16,14 @@ async def wait_until_healthy(
     check: HealthCheck,
     *,
     user: str | None = None,
+    hide: Callable[[str], str] = str,
     sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     now: Callable[[], float] = time.monotonic,
 ) -> int:
-    """Return the number of tries that it took. Raises TaskError when the box does not get ready."""
+    """Return the number of tries that it took. Raises TaskError when the box does not get ready.
+
+    `hide` is what becomes of the output that the error quotes.
+    """
     begun, failed, tries = now(), 0, 0
     while True:
         starting = now() - begun < check.start_period_sec
@@ -33,7 +37,7 @@ async def wait_until_healthy(
                 said = (
                     f"took longer than {check.timeout_sec:g} s"
                     if result.timed_out
-                    else f"ended with {result.exit_code}: {result.error_text[-200:].strip()}"
+                    else f"ended with {result.exit_code}: {hide(result.error_text)[-200:].strip()}"
                 )
                 raise TaskError(
                     f"the health check {check.command!r} failed {failed} times in a row; the last one {said}"

@@ -80,8 +80,7 @@ class TBench2Phase(Phase):
         argv = ["/bin/sh", "-c", RUN, "sh", box.spec.workdir, "/solution/solve.sh"]
         result = await box.exec(argv, cwd="/", env=env, user=user, timeout=limit)
         if result.timed_out:
-            said = self._episode.ground.hide(_tail(result.stderr))
-            raise AgentError(f"solution/solve.sh took longer than {limit:g} s: {said}")
+            raise AgentError(f"solution/solve.sh took longer than {limit:g} s: {self._tail(result.stderr)}")
         self._solved_with = result.exit_code
 
     async def verify(self, transcript: Transcript) -> Verdict:
@@ -100,8 +99,8 @@ class TBench2Phase(Phase):
                 await judge.upload_dir(Path(self._episode.task.path, directory), "/tests")
         result = await self._run_tests(judge)
         detail["exit_code"] = result.exit_code
-        if output := "\n".join(filter(None, (_tail(result.stdout), _tail(result.stderr)))):
-            detail["output"] = self._episode.ground.hide(output[-_TAIL:])
+        if output := "\n".join(filter(None, (self._tail(result.stdout), self._tail(result.stderr)))):
+            detail["output"] = output[-_TAIL:]
         if result.timed_out:
             why = f"tests/test.sh took longer than its {self._stage.verifier.timeout_sec:g} s"
             return Verdict(None, {}, {**detail, "reason": why})
@@ -112,7 +111,7 @@ class TBench2Phase(Phase):
             why = why or problem
         if why:
             return Verdict(None, {}, {**detail, "reason": why})
-        return verdict(files[0], files[1], self._episode.reward_key, detail)
+        return verdict(files[0], files[1], self._episode.reward_key, detail, self._episode.ground.hide)
 
     async def _collect(self, detail: dict[str, Any]) -> list[Collected]:
         """Run the collect hooks and fetch the artifacts; what fails is in the record."""
@@ -163,7 +162,7 @@ class TBench2Phase(Phase):
             root = None if judge.spec.user is None else "root"
             made = await judge.shell(prepare, cwd="/", user=root, timeout=60.0)
             if not made.ok:
-                raise VerifierError(f"/logs/verifier cannot be made: {_tail(made.stderr)}")
+                raise VerifierError(f"/logs/verifier cannot be made: {self._tail(made.stderr)}")
             script = RUN
         else:
             # packages that root installed for itself alone are not part of a task, and a way to plant code
@@ -183,6 +182,10 @@ class TBench2Phase(Phase):
             return None if str(asked) in _ROOT and judge.spec.user is None else str(asked)
         return self._episode.image_user(self._stage.judge or self._episode.task.box, judge)
 
+    def _tail(self, data: bytes) -> str:
+        """Return the end of what a program printed; what is to be hidden is so before it is cut."""
+        return self._episode.ground.hide(data.decode("utf-8", "replace"))[-_TAIL:].strip()
+
     def _resolved(self, env: Mapping[str, str]) -> dict[str, str]:
         return templates.resolve(env, self._episode.ground.lookup)
 
@@ -197,7 +200,3 @@ async def _read(judge: Sandbox, path: str) -> tuple[bytes | None, str]:
         if isinstance(error, SandboxDead) or (isinstance(error, SandboxError) and error.kind != "user"):
             raise
         return None, f"{path} cannot be read: {error}"
-
-
-def _tail(data: bytes) -> str:
-    return data[-4 * _TAIL :].decode("utf-8", "replace")[-_TAIL:].strip()
