@@ -266,7 +266,7 @@ BAD = {
     ),
     "a number that is a mistake": (
         "[agent]\ntimeout_sec = 1e308\n[environment]\nmemory_mb = 10000000000000\ncpus = 1e300\n"
-        f"[environment.healthcheck]\ncommand = 'x'\nretries = {'9' * 400}\ninterval_sec = 1e10\n",
+        "[environment.healthcheck]\ncommand = 'x'\nretries = 99999999\ninterval_sec = 1e10\n",
         [
             "task.toml:5: environment.cpus: input should be less than or equal to 1000000",
             "task.toml:4: environment.memory_mb: input should be less than or equal to 1073741824",
@@ -291,6 +291,17 @@ BAD = {
             "task.toml:2: environment.workdir: holds the character NUL",
             "task.toml:4: environment.env.A: holds the character NUL",
             "task.toml:6: artifacts.0.source: holds the character NUL",
+        ],
+    ),
+    "a number that TOML does not have": (
+        f"[metadata]\nyear = {10**20}\n",
+        ["task.toml:2: metadata.year: is no number of 64 bits, which is what TOML has"],
+    ),
+    "artifacts where the list of them is": (
+        'artifacts = ["manifest.json", {source = "/a", destination = "./manifest.json/x"}]\n',
+        [
+            "task.toml:1: artifacts.0: 'manifest.json' is the name of the list of what was collected",
+            "task.toml:1: artifacts.1.destination: 'manifest.json' is the name of the list of what was",
         ],
     ),
     "names of variables": (

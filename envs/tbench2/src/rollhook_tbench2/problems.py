@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -43,3 +44,18 @@ def line_of(text: str, path: Sequence[str | int]) -> int:
         if matches and len(found) > depth:
             nearest, depth = number, len(found)
     return nearest
+
+
+def impossible(value: Any, path: list[str | int]) -> Iterator[tuple[list[str | int], str]]:
+    """Yield where a value, or the name of a key, is none that can be used, and why."""
+    if isinstance(value, str) and "\0" in value:
+        yield path, "holds the character NUL, which no program can be given"
+    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+        yield path, "is no number of 64 bits, which is what TOML has"
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            yield from impossible(name, path)
+            yield from impossible(inner, [*path, name])
+    elif isinstance(value, list):
+        for number, inner in enumerate(value):
+            yield from impossible(inner, [*path, number])

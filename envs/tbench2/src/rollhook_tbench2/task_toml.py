@@ -24,7 +24,7 @@ from pydantic import (
 from rollhook_tbench2 import network, templates
 from rollhook_tbench2.legacy import environments, take_legacy
 from rollhook_tbench2.network import Mode
-from rollhook_tbench2.problems import TaskProblem, line_of
+from rollhook_tbench2.problems import TaskProblem, impossible, line_of
 
 FILE = "task.toml"
 
@@ -232,14 +232,23 @@ class Artifact(_Table):
         parts = PurePosixPath(value).parts
         if "\\" in value or value.startswith("/") or ".." in parts or not parts:
             raise ValueError(f"{value!r} is no relative path with forward slashes and without '..'")
-        if value.rstrip("/") == "manifest.json":
-            raise ValueError("'manifest.json' is the name of the list of what was collected")
-        return value
+        return _beside_the_list(value)
+
+    @model_validator(mode="after")
+    def _has_a_place(self) -> Self:
+        _beside_the_list(str(self.place))
+        return self
 
     @property
     def place(self) -> PurePosixPath:
         """Where it goes below the episode's artifacts."""
         return PurePosixPath(self.destination or self.source.lstrip("/"))
+
+
+def _beside_the_list(place: str) -> str:
+    if PurePosixPath(place).parts[0] == "manifest.json":
+        raise ValueError("'manifest.json' is the name of the list of what was collected")
+    return place
 
 
 def _entry(value: Any) -> Any:
@@ -320,7 +329,7 @@ def parse_task_toml(text: str) -> tuple[TaskToml | None, list[TaskProblem]]:
     """Return the task's configuration, or everything that is wrong with it."""
     try:
         raw = tomllib.loads(text)
-        impossible = list(_with_nul(raw, []))
+        unusable = list(impossible(raw, []))
     except tomllib.TOMLDecodeError as error:
         line = re.search(r"at line (\d+)", str(error))
         return None, [
@@ -330,9 +339,10 @@ def parse_task_toml(text: str) -> tuple[TaskToml | None, list[TaskProblem]]:
         return None, [TaskProblem(FILE, "", 0, "not TOML: it is nested too deep")]
     except ValueError as error:
         return None, [TaskProblem(FILE, "", 0, f"not TOML: {error}")]
-    if impossible:
-        reason = "holds the character NUL, which no program can be given"
-        return None, [TaskProblem(FILE, ".".join(map(str, p)), line_of(text, p), reason) for p in impossible]
+    if unusable:
+        return None, [
+            TaskProblem(FILE, ".".join(map(str, p)), line_of(text, p), why) for p, why in impossible
+        ]
     problems = [
         TaskProblem(FILE, ".".join(map(str, path)), line_of(text, path), reason)
         for path, reason in [*take_legacy(raw), *_take_unsupported(raw)]
@@ -342,18 +352,6 @@ def parse_task_toml(text: str) -> tuple[TaskToml | None, list[TaskProblem]]:
     except ValidationError as error:
         return None, [*problems, *_distinct(_problem(text, item) for item in error.errors())]
     return (None, problems) if problems else (config, [])
-
-
-def _with_nul(value: Any, path: list[str | int]) -> Iterator[list[str | int]]:
-    """Yield where a text, or the name of a key, holds a NUL."""
-    if isinstance(value, str) and "\0" in value:
-        yield path
-    elif isinstance(value, dict):
-        for name, inner in value.items():
-            yield from [path] if "\0" in name else _with_nul(inner, [*path, name])
-    elif isinstance(value, list):
-        for number, inner in enumerate(value):
-            yield from _with_nul(inner, [*path, number])
 
 
 def _take_unsupported(raw: dict[str, Any]) -> list[tuple[Sequence[str | int], str]]:
