@@ -340,9 +340,7 @@ def parse_task_toml(text: str) -> tuple[TaskToml | None, list[TaskProblem]]:
     except ValueError as error:
         return None, [TaskProblem(FILE, "", 0, f"not TOML: {error}")]
     if unusable:
-        return None, [
-            TaskProblem(FILE, ".".join(map(str, p)), line_of(text, p), why) for p, why in impossible
-        ]
+        return None, [TaskProblem(FILE, ".".join(map(str, p)), line_of(text, p), why) for p, why in unusable]
     problems = [
         TaskProblem(FILE, ".".join(map(str, path)), line_of(text, path), reason)
         for path, reason in [*take_legacy(raw), *_take_unsupported(raw)]
