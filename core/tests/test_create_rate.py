@@ -100,9 +100,21 @@ async def test_a_file_of_another_boot_or_a_damaged_one_starts_anew(tmp_path: Pat
 
 async def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
+    rate = CreateRate(tmp_path / "file" / "b", 1.0)
     with pytest.raises(SandboxError, match=r"sandbox\.create_rate: .* set XDG_CACHE_HOME") as raised:
-        await CreateRate(tmp_path / "file" / "b", 1.0).wait()
+        await rate.wait()
     assert raised.value.kind == "user"
+    with pytest.raises(SandboxError, match="set XDG_CACHE_HOME"):
+        rate.check()
+
+
+async def test_looking_whether_it_can_be_used_takes_no_turn(tmp_path: Path) -> None:
+    clock = FakeTime()
+    rate = CreateRate(tmp_path / "b", 1.0, clock=clock.clock, sleep=clock.sleep)
+    rate.check()
+    assert await starts(rate, clock, 1) == [0.0]
+    rate.check()
+    assert await starts(rate, clock, 2) == [1.0, 2.0]
 
 
 async def test_the_loop_goes_on_while_another_process_holds_the_file(tmp_path: Path) -> None:

@@ -106,7 +106,11 @@ class Parts:
         """Return a pool, which ends with the stack; of several it is the share (number from 1, count)."""
         use = self.recipe.sandbox
         assert use is not None
-        rate, path = use.create_rate, bucket_path(cache_directory(), backend.account or use.use)
+        rate = None
+        if (wanted := use.create_rate) is not None:
+            path = bucket_path(cache_directory(), backend.account or use.use)
+            rate = CreateRate(path, wanted.per_second, wanted.burst)
+            rate.check()
         pool = SandboxPool(
             backend,
             run_id=self._run_id,
@@ -115,7 +119,7 @@ class Parts:
             create_concurrency=max(1, share_of(use.create_concurrency, *share)),
             create_retries=use.create_retries,
             warm=share_of(use.warm, *share),
-            rate=CreateRate(path, rate.per_second, rate.burst) if rate else None,
+            rate=rate,
         )
         stack.push_async_callback(pool.aclose)
         return pool

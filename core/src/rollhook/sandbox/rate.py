@@ -59,7 +59,11 @@ class CreateRate:
             if pause > 0:
                 await self._sleep(pause)
 
-    def _take(self) -> float:
+    def check(self) -> None:
+        """Raise SandboxError for a file that cannot be used, and take no turn."""
+        self._take(turns=0)
+
+    def _take(self, turns: int = 1) -> float:
         """Take the next turn; return in how many seconds it comes."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -70,7 +74,7 @@ class CreateRate:
                 due = self._due(os.pread(handle, _SIZE, 0))
                 # more cannot be waiting: the file is damaged, or a clock went back
                 turn = due if now < due <= now + _AHEAD + 1000 * self._interval else now
-                said = json.dumps({"boot": _boot(), "due": turn + self._interval}).encode()
+                said = json.dumps({"boot": _boot(), "due": turn + turns * self._interval}).encode()
                 os.pwrite(handle, said.ljust(_SIZE), 0)
                 return turn - self._allowance - now
             finally:
