@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import pytest
@@ -155,6 +156,16 @@ def test_an_environment_variable_is_read_and_may_have_a_default(
 def test_an_escaped_dollar_stays_as_it_is(toys: Path) -> None:
     write(toys, "extends: base.yaml\nstorage: {root: '/tmp/\\${USER}'}\n")
     assert load_recipe("recipe.yaml").recipe.storage.root == "/tmp/${USER}"
+
+
+def test_what_sandboxes_miss_here_is_a_site_fact(toys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    box = importlib.import_module("rollhook_toy").Box
+    monkeypatch.setattr(box, "missing", lambda self: ["there is no engine; start one"], raising=False)
+    write(toys, "extends: base.yaml\n")
+    (problem,) = check_recipe("recipe.yaml", site="here").problems
+    assert (problem.key, problem.scope) == ("sandbox", "site")
+    assert problem.message == "there is no engine; start one"
+    assert check_recipe("recipe.yaml", site="none").problems == []
 
 
 def test_an_unset_variable_is_a_site_fact_and_its_key_is_not_judged(toys: Path) -> None:

@@ -192,6 +192,13 @@ async def test_a_pool_gets_its_sandboxes_all_the_same_and_leaves_none() -> None:
     assert bench.provider == {}
 
 
+def test_what_the_other_misses_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    assert list(bench.backend.missing()) == []
+    monkeypatch.setattr(bench.inner, "missing", lambda: ["no engine"], raising=False)
+    assert bench.backend.missing() == ["no engine"]
+
+
 def test_it_says_what_is_in_force() -> None:
     described = Bench(seed=7, deaths=0.25).backend.describe()
     assert described == {"over": "fake", "weather": "seed 7, deaths 0.25"}

@@ -81,6 +81,26 @@ def test_what_is_no_address_is_said(host: str) -> None:
         address(DockerSandboxConfig(), {"DOCKER_HOST": host})
 
 
+def test_a_machine_without_a_socket_or_with_a_wrong_address_misses_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(host: str) -> list[str]:
+        monkeypatch.setenv("DOCKER_HOST", host)
+        context = BuildContext(logging.getLogger("test"), tmp_path, tmp_path)
+        return list(DockerSandboxes(DockerSandboxConfig(), context).missing())
+
+    (said,) = missing(f"unix://{tmp_path}/none.sock")
+    assert said.startswith(
+        f"no container engine: there is no socket at {tmp_path}/none.sock; start Docker or "
+    )
+    (said,) = missing("ssh://user@engine")
+    assert "is no address of a container engine" in said
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{tmp_path}/engine.sock")
+        assert missing(f"unix://{tmp_path}/engine.sock") == []
+    assert missing("tcp://nowhere.invalid:2375") == []  # only `start` asks
+
+
 async def test_no_engine_is_one_sentence_with_the_way_out(make_docker: MakeDocker, tmp_path: Path) -> None:
     backend = make_docker(host=f"unix://{tmp_path}/none.sock")
     with pytest.raises(SandboxError, match=r"none\.sock .*podman system service") as raised:

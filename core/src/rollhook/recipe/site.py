@@ -115,6 +115,8 @@ def _tasks(c: Composition) -> Iterator[Problem]:
     built = c.parts.build(sandbox) if sandbox else None
     if isinstance(built, Problem):
         yield built
+    elif sandbox and built is not None:
+        yield from (_site(sandbox.key, reason) for reason in built.missing())
     capabilities = getattr(built, "capabilities", None)
     for part, use in zip(c.parts.of("environment"), c.recipe.environment, strict=False):
         splits = {} if c.evaluating else {f"{part.key}.split": use.split}

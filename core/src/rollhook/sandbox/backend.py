@@ -179,6 +179,13 @@ class SandboxBackend(ABC):
         self.config = config
         self.context = context
 
+    def missing(self) -> Sequence[str]:
+        """Return what this machine plainly lacks for these sandboxes, each as a sentence with the way out.
+
+        For `rollhook check`: looks at files and variables at most, and asks no service; `start` does.
+        """
+        return ()
+
     async def start(self) -> None:
         """Check that sandboxes can be made here; raises SandboxError(kind="user") with the way to get it."""
 

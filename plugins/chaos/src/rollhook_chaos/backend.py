@@ -48,6 +48,10 @@ class ChaosSandboxes(SandboxBackend):
         """Whether the other is not isolated from the host."""
         return self.inner.unsafe
 
+    def missing(self) -> Sequence[str]:
+        """Return what the other misses."""
+        return self.inner.missing()
+
     async def start(self) -> None:
         """Start the other."""
         await self.inner.start()

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import posixpath
 import re
 import secrets
 from collections.abc import Coroutine, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollhook.component import BuildContext
 from rollhook.errors import SandboxDead, SandboxError
 from rollhook.sandbox import SandboxBackend, SandboxInfo, SandboxSpec
-from rollhook_docker.engine import Engine, EngineApiError
+from rollhook_docker.engine import WAY_OUT, Engine, EngineApiError, address
 from rollhook_docker.images import Images
 from rollhook_docker.sandbox import DockerSandbox
 
@@ -54,6 +56,16 @@ class DockerSandboxes(SandboxBackend):
     def capabilities(self) -> frozenset[str]:  # type: ignore[override]
         """What containers can do; once started, without the limits that the engine's kernel lacks."""
         return (_CAPABILITIES | ({"disk_limit"} if self.config.disk_quota else set())) - self._unlimited
+
+    def missing(self) -> Sequence[str]:
+        """Return that there is no socket of an engine, or what is wrong with its address."""
+        try:
+            where = address(self.config, os.environ)
+        except SandboxError as error:
+            return [str(error)]
+        if where.path and not Path(where.path).is_socket():
+            return [f"no container engine: there is no socket at {where.path}; {WAY_OUT}"]
+        return []
 
     async def start(self) -> None:
         """Reach the engine."""
