@@ -176,6 +176,17 @@ def test_what_was_written_is_linted_and_typed(python: Path, written: dict[str, P
         ("router-policy", "sticky", {}, "use another name"),
         ("agent", "mine", {"distribution": "../up"}, "cannot be a package's name"),
         ("agent", "mine", {"distribution": "rollhook"}, "the core's own name"),
+        ("sandbox", "none", {}, "would not be read as a name"),
+        ("environment", "true", {}, "would not be read as a name"),
+        ("agent", "off", {}, "would not be read as a name"),
+        ("agent", "agent", {}, "its class would be called Agent, which means something else there"),
+        ("agent", "exception", {}, "would be called Exception"),
+        ("environment", "any", {}, "would be called Any"),
+        ("router-policy", "worker", {}, "would be called Worker"),
+        ("sandbox", "raw", {}, "would be called RawSandbox"),
+        ("agent", "mine", {"distribution": "class"}, "Python would not take class for a package"),
+        ("agent", "mine", {"distribution": "json"}, "a module json is there already"),
+        ("agent", "mine", {"distribution": "pytest-asyncio"}, "a module pytest_asyncio is there already"),
     ],
 )
 def test_a_name_that_cannot_be_is_refused(

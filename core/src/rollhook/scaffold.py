@@ -6,12 +6,18 @@ path stands for the package. `common/` goes into every package.
 
 from __future__ import annotations
 
+import ast
+import builtins
 import keyword
-import os
 import re
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from string import Template
+
+import yaml
 
 from rollhook.errors import UsageError
 
@@ -78,10 +84,12 @@ def write(kind: str, name: str, *, distribution: str | None = None, directory: P
             "beginning with a letter"
         )
     distribution = distribution or f"rollhook-{name.replace('_', '-')}"
+    if not isinstance(yaml.safe_load(name), str) or name == "none":
+        raise UsageError(f"{name!r} cannot be a plugin's name: in a recipe it would not be read as a name")
     if not _DISTRIBUTION.fullmatch(distribution):
         raise UsageError(f"{distribution!r} cannot be a package's name: use e.g. acme-{name}")
     package = re.sub(r"[-.]", "_", distribution)
-    _refuse_taken(about.entry, name, distribution)
+    _refuse_taken(about.entry, name, distribution, package)
     names = {"name": name, "Class": "".join(part.capitalize() for part in name.split("_"))}
     values = names | {
         "package": package,
@@ -99,26 +107,44 @@ def write(kind: str, name: str, *, distribution: str | None = None, directory: P
     try:
         if target.exists() and any(target.iterdir()):
             raise UsageError(f"{target} holds files already: give another --directory, or move them away")
-        for source in (TEMPLATES / "common", TEMPLATES / kind):
-            _copy(source, target, values)
+        files = _rendered(TEMPLATES / "common", values) | _rendered(TEMPLATES / kind, values)
+        _refuse_clashes(name, files)
+        for relative, text in files.items():
+            path = target / relative
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, "utf-8")
     except OSError as error:
         raise UsageError(f"{target} cannot be written: {error.strerror}; give another --directory") from error
     return target
 
 
-def _copy(source: Path, target: Path, values: dict[str, str]) -> None:
-    for directory, _, files in os.walk(source):
-        for file in sorted(files):
-            if not file.endswith(".tmpl"):
-                continue
-            template = Path(directory, file)
-            relative = str(template.relative_to(source)).removesuffix(".tmpl")
-            path = target / relative.replace("__package__", values["package"])
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(Template(template.read_text("utf-8")).substitute(values), "utf-8")
+def _rendered(source: Path, values: dict[str, str]) -> dict[str, str]:
+    """Return the files that the templates below `source` become, by their paths."""
+    files = {}
+    for template in sorted(source.rglob("*.tmpl")):
+        path = str(template.relative_to(source)).removesuffix(".tmpl")
+        text = Template(template.read_text("utf-8")).substitute(values)
+        files[path.replace("__package__", values["package"])] = text
+    return files
 
 
-def _refuse_taken(entry: str, name: str, distribution: str) -> None:
+def _refuse_clashes(name: str, files: Mapping[str, str]) -> None:
+    """Raise UsageError where a class would be called like something else in its file."""
+    for path, text in files.items():
+        if not path.endswith(".py"):
+            continue
+        found = list(ast.walk(ast.parse(text)))
+        named = [alias.name for node in found if isinstance(node, ast.ImportFrom) for alias in node.names]
+        named += [node.name for node in found if isinstance(node, ast.ClassDef)]
+        clashes = [each for each, count in Counter(named).items() if count > 1 or hasattr(builtins, each)]
+        if clashes:
+            raise UsageError(
+                f"{name!r} cannot be this plugin's name: its class would be called {clashes[0]}, which means "
+                "something else there"
+            )
+
+
+def _refuse_taken(entry: str, name: str, distribution: str, package: str) -> None:
     from rollhook.installed import installed, known_plugins
 
     for found in installed():
@@ -130,3 +156,7 @@ def _refuse_taken(entry: str, name: str, distribution: str) -> None:
         raise UsageError(f"{entry} {name!r} is what {known} supplies: use another name")
     if distribution == "rollhook":
         raise UsageError("rollhook is the core's own name: give another --distribution")
+    if keyword.iskeyword(package):
+        raise UsageError(f"Python would not take {package} for a package: give another --distribution")
+    if find_spec(package) is not None:
+        raise UsageError(f"a module {package} is there already: give another --distribution")
