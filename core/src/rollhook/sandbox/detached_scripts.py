@@ -59,16 +59,19 @@ printf '\nrollhook: end\n'
 #: feeds what is put into `in/` to the command; `end` there says that no more comes
 _FEED = r"""
 feed() {
-  i=1
+  i=1 idle=0
   while :; do
     if [ -f "$d/in/$i" ]; then
+      idle=0
       cat "$d/in/$i" || { : > "$d/broken"; exit; }
       rm -f "$d/in/$i"
       i=$((i + 1))
     elif [ -f "$d/in/end" ]; then
       [ -f "$d/in/$i" ] || exit
     else
-      sleep 0.03 || sleep 1
+      idle=$((idle + 1))
+      [ "$idle" -lt 50 ] && pause=0.03 || pause=0.1
+      sleep "$pause" || sleep 1
     fi
   done
 }
