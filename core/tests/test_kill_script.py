@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -112,3 +113,14 @@ def test_what_a_script_of_our_own_has_started_is_killed_and_not_named(tmp_path: 
     made_up(tmp_path, ORDINARY, "forger", environ=helper.replace(b"1f", b"2e"))
     script = detached_scripts.kill_tree("/var/tmp/.rollhook-1f", "", frozenset({1}))
     assert killed_in(tmp_path, ["sh", "-c", script]) == ([(ORDINARY, "forger")], 2)
+
+
+def test_what_ends_before_it_is_named_was_not_killed(tmp_path: Path) -> None:
+    proc, programs = tmp_path / "proc", tmp_path / "programs"
+    made_up(proc, ORDINARY, "brief")
+    ended = (proc / str(ORDINARY) / "stat").read_text().replace(") S ", ") Z ").strip()
+    programs.mkdir()
+    (programs / "tr").write_text(f"#!/bin/sh\necho '{ended}' > /proc/{ORDINARY}/stat\n")
+    (programs / "tr").chmod(0o755)
+    path = f"PATH={programs}:{os.environ['PATH']}"
+    assert killed_in(proc, ["env", path, *kill_argv("", frozenset({1}))]) == ([], 0)

@@ -16,7 +16,7 @@ MARK = "ROLLHOOK_EXEC"
 #: $3: what stands in the environment of processes that are killed and not named, if any.
 #: Prints `pid<TAB>command` once per killed process and `left N` at the end. Ends with 0 when none is left.
 KILL = r"""
-mark=$1 own=" $2 $$ " unnamed=$3 seen=" " round=0
+mark=$1 own=" $2 $$ " unnamed=$3 seen=" " round=0 paused=
 carries() {
   while IFS= read -r text || [ -n "$text" ]; do
     case $text in *"$2"*) return 0 ;; esac
@@ -24,21 +24,24 @@ carries() {
   done 2>/dev/null < "/proc/$1/environ"
   return 1
 }
+runs() {
+  stat=
+  { while IFS= read -r line; do stat="$stat $line"; done < "/proc/$1/stat"; } 2>/dev/null || return
+  set -- ${stat##*) }
+  [ $# -ge 18 ] || return
+  case $1 in
+    X) return 1 ;;
+    Z) [ "${18}" -gt 1 ] || return ;;
+  esac
+  parent=$2
+  [ $(($7 & 0x200000)) -eq 0 ]
+}
 find_targets() {
   rows= found=" "
   for directory in /proc/[0-9]*; do
     pid=${directory#/proc/}
     case $own in *" $pid "*) continue ;; esac
-    stat=
-    { while IFS= read -r line; do stat="$stat $line"; done < "$directory/stat"; } 2>/dev/null || continue
-    set -- ${stat##*) }
-    [ $# -ge 18 ] || continue
-    case $1 in
-      X) continue ;;
-      Z) [ "${18}" -gt 1 ] || continue ;;
-    esac
-    parent=$2
-    [ $(($7 & 0x200000)) -eq 0 ] || continue
+    runs "$pid" || continue
     if [ -z "$mark" ] || carries "$pid" "$mark"; then found="$found$pid "; else rows="$rows$pid:$parent "; fi
   done
   grown=$mark
@@ -60,7 +63,8 @@ while [ $round -lt 50 ]; do
         seen="$seen$pid "
         [ "$unnamed" ] && carries "$pid" "$unnamed" && continue
         name=$( { tr '\0\n\t' '   ' < "/proc/$pid/cmdline"; } 2>/dev/null) || name=
-        [ "$name" ] || [ -e "/proc/$pid/stat" ] || continue
+        [ "$name" ] || [ "$paused" ] || { sleep 0.02 && paused=1; }
+        [ "$name" ] || runs "$pid" || continue
         printf '%s\t%.500s\n' "$pid" "$name"
         ;;
     esac
