@@ -25,6 +25,9 @@ MODULE = """
 
     live = {}
 
+    class RememberingConfig(Config):
+        note: int = 0
+
     class Remembering(ScriptedBackend):
         gaps = {"test_a_pipe_stays_open": "the service closes it"}
 
@@ -37,7 +40,7 @@ MODULE = """
 
     @hookimpl
     def rollhook_sandboxes():
-        return [Component("remembering", Config, "remembering_sandboxes:Remembering", "for a test")]
+        return [Component("remembering", RememberingConfig, "remembering_sandboxes:Remembering", "a test")]
 """
 
 
@@ -126,6 +129,16 @@ def test_list_tells_what_they_cost_as_far_as_it_is_known(
     assert [line.split()[6] == "-" for line in out.splitlines()[1:]] == [False, True]
     assert "2 sandboxes, cost so far 20" in err
     assert "7200 an hour, without 1 of unknown price" in err
+
+
+def test_what_two_backends_reach_is_listed_once(
+    run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sandbox = leave_one(run)
+    other = RunDir.create(tmp_path / "runs", "other", run_id="other")
+    other.lock_path.write_text("name: other\nsandbox: {use: remembering, note: 1}\n")
+    rollhook("sandboxes", "list")
+    assert capsys.readouterr().out.count(sandbox) == 1
 
 
 def test_a_backend_that_cannot_be_asked_does_not_stop_the_others(

@@ -73,13 +73,16 @@ def list_sandboxes(
 
     chosen = _runs(runs)
     wanted, age = _labels(lease, label), _age(older_than)
-    found: list[tuple[str, Finding]] = []
+    seen: dict[tuple[str, str], tuple[str, Finding]] = {}
 
     async def look(name: str, made: SandboxBackend) -> None:
         for labels in _each(runs, chosen, wanted):
-            found.extend((name, each) for each in await survey(made, labels=labels, older_than=age))
+            for each in await survey(made, labels=labels, older_than=age):
+                # runs reach one account by several backends, such as one that wraps another
+                seen.setdefault((made.account or name, each.sandbox.id), (name, each))
 
     code = _with_backends(_backends(chosen, backend, keys), look)
+    found = list(seen.values())
     without = (
         []
         if wanted or older_than
