@@ -26,6 +26,12 @@ FOREVER = f"while :; do {WIN}; sleep 0.01; done"
 #: what runs in the background has done it once
 SEEN = "until [ -s /logs/verifier/reward.txt ]; do sleep 0.01; done"
 SITE = "python3 -c 'import site; print(site.getusersitepackages())'"
+#: a process whose first thread has ended, which the kernel shows as a zombie
+HEADLESS = (
+    "import ctypes, os, threading, time\nif os.fork() == 0:\n    os.setsid()\n"
+    f"    threading.Thread(target=lambda: os.system({FOREVER!r})).start()\n"
+    "    ctypes.CDLL(None).pthread_exit(None)"
+)
 EVIL = "import os; os.write(1, b'evil'); os._exit(0)"
 
 #: nothing of this helps, in the agent's own sandbox
@@ -53,6 +59,10 @@ DEFENDED = {
     ),
     "a daemon that ignores signals": (
         f"setsid sh -c \"trap '' TERM INT HUP; {FOREVER}\" > /dev/null 2>&1 & {SEEN}"
+    ),
+    "a process without its first thread": f"python3 - <<'E'\n{HEADLESS}\nE\n{SEEN}",
+    "a process with a strange name": (
+        f"setsid sh -c 'printf \"x\\\\n) Z 1 1\" > /proc/$$/comm; {FOREVER}' > /dev/null 2>&1 & {SEEN}"
     ),
     "an open file of the reward": (
         "mkdir -p /logs/verifier; : > /logs/verifier/reward.txt; "
@@ -173,6 +183,22 @@ async def test_the_residual_risk_is_gone_in_a_verifier_of_its_own(
     apart = await attempts.run(write_task(tmp_path / "apart", **files, **{"task.toml": APART}), [command])
     assert apart.reward != 1.0
     shutil.rmtree(attempts.scratch / "artifacts", ignore_errors=True)
+
+
+@pytest.mark.parametrize("answer", ["mkfifo answer.txt", "ln -s /dev/zero answer.txt"])
+async def test_tests_that_wait_for_the_answer_give_no_reward(
+    tmp_path: Path, attempts: Attempts, answer: str
+) -> None:
+    """A residual risk: the agent is not judged. The way out is a limit in the tests."""
+    waits = TEST.replace("python3 /tests/check.py", "[ \"$(cat /work/answer.txt | tr -d '\\0')\" = done ]")
+    toml = f"{TOML}[verifier]\ntimeout_sec = 2\n"
+    record = await attempts.run(
+        write_task(tmp_path / "waits", **{"task.toml": toml, "tests/test.sh": waits}), [answer]
+    )
+    assert (record.reward, record.outcome.kind) == (None, "infra_error")
+    looks = waits.replace("[ ", "[ -f /work/answer.txt ] && [ ", 1)
+    task = write_task(tmp_path / "looks", **{"task.toml": toml, "tests/test.sh": looks})
+    assert (await attempts.run(task, [answer])).reward == 0.0
 
 
 async def test_the_agent_sees_no_tests_and_no_solution(tmp_path: Path, attempts: Attempts) -> None:
