@@ -51,6 +51,18 @@ def test_a_bad_recipe_is_answered_with_all_that_is_wrong(case: Case, toys: Path)
     assert what_check_says(case, toys) == case.messages
 
 
+@pytest.mark.parametrize("sandbox", ["box", "{use: wrapper, inner: box}"])
+def test_agents_in_sandboxes_elsewhere_need_an_address(
+    toys: Path, monkeypatch: pytest.MonkeyPatch, sandbox: str
+) -> None:
+    import rollhook_toy  # type: ignore[import-not-found]
+
+    monkeypatch.setattr(rollhook_toy.Box, "elsewhere", True)
+    monkeypatch.setattr(rollhook_toy.Worker, "asks_from", classmethod(lambda cls, config: "sandbox"))
+    said = what_check_says(Case("", f"extends: base.yaml\nsandbox: {sandbox}\n"), toys)
+    assert "gateway.public_url: is missing: agent worker asks the policy from sandboxes of " in said
+
+
 def test_the_sound_recipe_of_the_table_has_no_problems(toys: Path) -> None:
     assert check_recipe("base.yaml", site="here").problems == []
 

@@ -355,8 +355,8 @@ def gateway(c: Composition) -> Iterator[Problem]:
 def outside(c: Composition) -> Iterator[Problem]:
     """How an agent's program reaches the sessions from where it is."""
     settings, workers = c.recipe.gateway, c.recipe.rollout.workers
-    sandbox = c.part("sandbox")
-    elsewhere = sandbox is not None and sandbox.cls is not None and sandbox.cls.elsewhere
+    # one that wraps another is where the other is
+    elsewhere = any(part.cls is not None and part.cls.elsewhere for part in c.parts.of("sandbox"))
     if _asks_from(c) == "sandbox" and elsewhere and settings.public_url is None:
         yield Problem(
             "gateway.public_url",
