@@ -88,9 +88,15 @@ def test_a_lease_survives_its_labels(lease: Lease) -> None:
 
 
 @pytest.mark.parametrize(
-    "labels", [{}, {"rollhook.run": "demo"}, {"rollhook.run": "demo", "rollhook.attempt": "x"}]
+    "labels",
+    [
+        {},
+        {"rollhook.run": "demo"},
+        {"rollhook.run": "demo", "rollhook.attempt": "x"},
+        {"rollhook.run": "demo", "rollhook.attempt": None},
+    ],
 )
-def test_labels_that_are_not_ours_are_no_lease(labels: dict[str, str]) -> None:
+def test_labels_that_are_not_ours_are_no_lease(labels: dict[str, Any]) -> None:
     assert Lease.from_labels(labels) is None
 
 

@@ -290,10 +290,11 @@ def _with_backends(uses: Sequence[SandboxUse], work: Callable[[str, SandboxBacke
         for use in uses:
             try:
                 asyncio.run(one(use, scratch))
-            except RollhookError as error:
+            except Exception as error:
                 if len(uses) == 1:
                     raise
-                typer.echo(f"sandbox backend {use.use} could not be asked: {error}", err=True)
+                said = error if isinstance(error, RollhookError) else f"{type(error).__name__}: {error}"
+                typer.echo(f"sandbox backend {use.use} could not be asked: {said}", err=True)
                 code = 1
     return code
 

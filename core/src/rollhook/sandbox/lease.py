@@ -93,7 +93,7 @@ class Lease:
                 episode=labels.get(PREFIX + "episode", ""),
                 box=labels.get(PREFIX + "box", ""),
             )
-        except (KeyError, ValueError):
+        except (KeyError, ValueError, TypeError):
             return None
 
     def data(self) -> dict[str, Any]:
