@@ -163,7 +163,7 @@ def test_what_sandboxes_miss_here_is_a_site_fact(toys: Path, monkeypatch: pytest
     monkeypatch.setattr(box, "missing", lambda self: ["there is no engine; start one"], raising=False)
     write(toys, "extends: base.yaml\n")
     (problem,) = check_recipe("recipe.yaml", site="here").problems
-    assert (problem.key, problem.scope) == ("sandbox", "site")
+    assert (problem.key, problem.scope) == ("sandbox.use", "site")
     assert problem.message == "there is no engine; start one"
     assert check_recipe("recipe.yaml", site="none").problems == []
 

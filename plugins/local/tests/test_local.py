@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -363,6 +364,19 @@ def test_a_price_counts_the_sizes_in_force(tmp_path: Path) -> None:
 async def test_the_host_s_own_places_are_never_shown(tmp_path: Path, path: str) -> None:
     with pytest.raises(SandboxError, match="checkout, the run or a home"):
         await backend_of(tmp_path, read_only=[path]).start()
+
+
+@pytest.mark.parametrize("mode", ["auto", "bubblewrap", "unshare"])
+async def test_a_path_that_cannot_be_shown_is_told_alone_and_ahead(tmp_path: Path, mode: str) -> None:
+    own = "is below /tmp/, which sandboxes have for themselves; what they are to see must be elsewhere"
+    with tempfile.TemporaryDirectory(dir="/tmp") as below:
+        for path, why in (("/nowhere/at-all", "is not there"), (below, own)):
+            backend = backend_of(tmp_path, mode=mode, read_only=["/usr/share", path])
+            assert list(backend.missing()) == [f"read_only: {path} {why}"]
+            with pytest.raises(SandboxError) as raised:
+                await backend.start()
+            assert (str(raised.value), raised.value.kind) == (f"read_only: {path} {why}", "user")
+    assert list(backend_of(tmp_path, mode=mode, read_only=["/usr/share"]).missing()) == []
 
 
 async def test_further_paths_are_shown_read_only_or_made(tmp_path: Path) -> None:

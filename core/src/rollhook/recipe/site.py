@@ -116,7 +116,7 @@ def _tasks(c: Composition) -> Iterator[Problem]:
     if isinstance(built, Problem):
         yield built
     elif sandbox and built is not None:
-        yield from (_site(sandbox.key, reason) for reason in built.missing())
+        yield from (_site(f"{sandbox.key}.use", reason) for reason in built.missing())
     capabilities = getattr(built, "capabilities", None)
     for part, use in zip(c.parts.of("environment"), c.recipe.environment, strict=False):
         splits = {} if c.evaluating else {f"{part.key}.split": use.split}

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _FOREIGN_SECONDS = 10.0
 INSTALL_HINT = "install it with `apt-get install bubblewrap` (or `dnf install bubblewrap`)"
+#: where a root is built while it is made: nothing of the host can be shown below it
+_TMP = "/tmp/"  # noqa: S108
 
 
 class LocalSandboxes(SandboxBackend):
@@ -68,6 +70,23 @@ class LocalSandboxes(SandboxBackend):
             found.add("user")
         return frozenset(found)
 
+    def missing(self) -> Sequence[str]:
+        """Return which of the `read_only` paths cannot be shown, and why."""
+        if self.config.mode == "process":
+            return ()
+        found, hidden = [], _hidden_paths(self.context)
+        for path in self.config.read_only:
+            if not os.path.exists(path):
+                found.append(f"read_only: {path} is not there")
+            elif any(f"{hide}/".startswith(f"{path.rstrip('/')}/") for hide in hidden):
+                found.append(f"read_only: {path} holds the checkout, the run or a home directory")
+            elif path.startswith(_TMP):
+                found.append(
+                    f"read_only: {path} is below {_TMP}, which sandboxes have for themselves; what they "
+                    "are to see must be elsewhere"
+                )
+        return found
+
     async def start(self) -> None:
         """Start the keeper and make one sandbox for a try; says what is missing if it cannot be done."""
         async with self._starting:
@@ -82,6 +101,8 @@ class LocalSandboxes(SandboxBackend):
         if self.config.mode == "process":
             self.keeper = await Keeper.start({"isolate": False}, self._gone)
             return
+        for problem in self.missing():
+            raise SandboxError(problem, kind="user")
         modes = ["bubblewrap", "unshare"] if self.config.mode == "auto" else [self.config.mode]
         failures = []
         for mode in modes:
@@ -110,13 +131,6 @@ class LocalSandboxes(SandboxBackend):
         elif which("unshare") is None:
             raise SandboxError("unshare (util-linux) is not installed", kind="user")
         hidden = _hidden_paths(self.context)
-        for path in self.config.read_only:
-            if not os.path.exists(path):  # noqa: ASYNC240 - once, at the start
-                raise SandboxError(f"read_only: {path} is not there", kind="user")
-            if any(f"{hide}/".startswith(f"{path.rstrip('/')}/") for hide in hidden):
-                raise SandboxError(
-                    f"read_only: {path} holds the checkout, the run or a home directory", kind="user"
-                )
         setup = {"isolate": True, "read_only": self.config.read_only, "hidden": hidden, "tools": tools}
         self.keeper = await Keeper.start(setup, self._gone)
         trial = await self.create(SandboxSpec())
