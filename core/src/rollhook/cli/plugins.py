@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -68,7 +68,7 @@ def show(
         return
     for index, (title, (summary, model)) in enumerate(models.items()):
         typer.echo(("\n" if index else "") + f"{title}: {summary}")
-        rows = _rows(model)
+        rows = list(_rows(model, deep=title != "recipe"))
         table(rows, indent="  ") if rows else typer.echo("  no keys")
         if gaps := _gaps(title):
             typer.echo("  cannot:")
@@ -151,14 +151,18 @@ def _gaps(title: str) -> Mapping[str, str]:
     return gaps if isinstance(gaps, Mapping) else {}
 
 
-def _rows(model: type[BaseModel]) -> list[tuple[str, str, str, str]]:
-    rows = []
+def _rows(model: type[BaseModel], prefix: str = "", *, deep: bool) -> Iterator[tuple[str, str, str, str]]:
+    from rollhook.recipe.schema import Use
+    from rollhook.recipe.validate import models_at
+
     for name, field in model.model_fields.items():
         default = (
             "required" if field.is_required() else _default(field.get_default(call_default_factory=True))
         )
-        rows.append((name, _type(model, name), default, field.description or ""))
-    return rows
+        yield prefix + name, _type(model, name), default, field.description or ""
+        for section in models_at(model, (name,)) if deep else ():
+            if not issubclass(section, Use):
+                yield from _rows(section, f"{prefix}{name}.", deep=deep)
 
 
 def _default(value: Any) -> str:
