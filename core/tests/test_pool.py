@@ -405,6 +405,19 @@ async def test_a_sandbox_that_cannot_be_deleted_is_reported_loudly(caplog: pytes
     assert 120 <= bench.time.now - 1000.0 < 160
 
 
+async def test_a_delete_that_hangs_is_given_up_and_told(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench(times=PoolTimes(delete=0.01))
+    sandbox = await bench.pool.acquire(SPEC, episode_id="e1")
+
+    async def hangs(sandbox_id: str) -> None:
+        await asyncio.Event().wait()
+
+    bench.backend.delete = hangs
+    await asyncio.wait_for(bench.pool.release(sandbox), 20)
+    await asyncio.wait_for(bench.pool.aclose(), 20)
+    assert "could not be deleted for 0.01 s (no answer within 0.01 s) and may still cost money" in caplog.text
+
+
 async def test_a_sandbox_is_never_used_by_two_episodes() -> None:
     bench = Bench()
     ids = []

@@ -121,17 +121,19 @@ class Deletions:
 
     def _give_up(self, lease: Lease, sandbox_id: str | None, error: Exception) -> None:
         self.leaked += 1
+        said = f"{type(error).__name__}: {error}"
+        if isinstance(error, TimeoutError):
+            said = f"no answer within {self._times.delete:g} s"
         logger.error(
-            "sandbox %s of run %s could not be deleted for %g s (%s: %s) and may still cost money; "
+            "sandbox %s of run %s could not be deleted for %g s (%s) and may still cost money; "
             "`rollhook sandboxes reap %s` deletes it once the run has ended",
             sandbox_id or f"with nonce {lease.nonce}",
             lease.run_id,
             self._times.delete,
-            type(error).__name__,
-            error,
+            said,
             lease.run_id,
         )
-        self._note("lease_lost", nonce=lease.nonce, sandbox_id=sandbox_id, error=str(error)[:500])
+        self._note("lease_lost", nonce=lease.nonce, sandbox_id=sandbox_id, error=said[:500])
 
     def _note(self, event: str, **data: Any) -> None:
         try:
