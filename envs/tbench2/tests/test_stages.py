@@ -396,6 +396,26 @@ async def test_a_value_from_the_host_is_in_no_reason(
     assert "API_KEY" in repr(record)
 
 
+@pytest.mark.parametrize("gone", ["tests", "solution", "environment"])
+async def test_a_task_that_goes_away_meanwhile_is_said_in_a_sentence(
+    tmp_path: Path, attempts: Attempts, caplog: pytest.LogCaptureFixture, gone: str
+) -> None:
+    files = {"environment/Dockerfile": "FROM debian:12\nCOPY one two/ /work/\n", "environment/one": "1"}
+    files |= {"environment/two/x": "2", "solution/solve.sh": "echo done > answer.txt\n"}
+    task = write_task(tmp_path, **files)
+    remove = attempts.pool.acquire
+
+    async def removing(*arguments: Any, **keys: Any) -> Any:
+        (task / gone).rename(tmp_path / "elsewhere")
+        return await remove(*arguments, **keys)
+
+    attempts.pool.acquire = removing  # type: ignore[method-assign]
+    record = await attempts.run(task, [], solve=gone == "solution")
+    assert record.reward is None
+    assert re.search(f"task task.* {gone}", str(record.outcome.cause))
+    assert not any(entry.exc_info for entry in caplog.records)
+
+
 async def test_setup_that_fails_does_not_say_a_value_from_the_host(
     tmp_path: Path, attempts: Attempts, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,7 +76,7 @@ class TBench2Episode(Episode):
             await box.remove([*PLACES, "/solution"])
         files = Path(self.task.path, stage.directory, "workdir")
         if await asyncio.to_thread(files.is_dir):
-            await box.upload_dir(files, box.spec.workdir)
+            await self.upload(box, str(files.relative_to(self.task.path)), box.spec.workdir)
             if await asyncio.to_thread((files / "setup.sh").is_file):
                 result = await box.exec(["bash", "setup.sh"], cwd=box.spec.workdir, user=stage.user)
                 if not result.ok:
@@ -85,14 +85,27 @@ class TBench2Episode(Episode):
         if stage.healthcheck is not None:
             await wait_until_healthy(box, stage.healthcheck, user=stage.user, hide=self.ground.hide)
 
+    async def upload(self, box: Sandbox, directory: str, target: str) -> None:
+        """Copy one of the task's directories into a box. Raises TaskError where it is no more."""
+        try:
+            await box.upload_dir(Path(self.task.path, directory), target)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise self._changed(directory, error) from error
+
     async def _copy(self, name: str, source: Path, destination: str) -> None:
         """Do what COPY does: the contents of a directory, or one file."""
         box: Sandbox = self.ctx.box(name)
         if await asyncio.to_thread(source.is_dir):
-            await box.upload_dir(source, destination.rstrip("/") or "/")
+            await self.upload(box, str(source.relative_to(self.task.path)), destination.rstrip("/") or "/")
         else:
-            data, mode = await asyncio.to_thread(_content, source)
+            try:
+                data, mode = await asyncio.to_thread(_content, source)
+            except OSError as error:
+                raise self._changed(str(source.relative_to(self.task.path)), error) from error
             await box.write(target_of(source, destination), data, mode=mode)
+
+    def _changed(self, what: str, error: OSError) -> TaskError:
+        return TaskError(f"task {Path(self.task.path).name}: {what} changed while it was in use: {error}")
 
 
 def _content(path: Path) -> tuple[bytes, int]:

@@ -72,7 +72,7 @@ class TBench2Phase(Phase):
             name = Path(self._episode.task.path).name
             raise Unsupported(f"task {name} has no {self._stage.solution}/solve.sh")
         box, limit = self._sandbox, self._stage.agent_seconds
-        await box.upload_dir(source, "/solution")
+        await self._episode.upload(box, self._stage.solution, "/solution")
         user = self._stage.user or box.spec.user
         if user not in _ROOT:
             await box.shell("chmod -R a+rX /solution && chmod a+x /solution/solve.sh", cwd="/", user="root")
@@ -96,7 +96,7 @@ class TBench2Phase(Phase):
             judge = await self._prepare_judge(self._judge, rows)
         if self._stage.judge is None or not self._stage.judge.bundled:
             for directory in self._stage.tests:
-                await judge.upload_dir(Path(self._episode.task.path, directory), "/tests")
+                await self._episode.upload(judge, directory, "/tests")
         result = await self._run_tests(judge)
         detail["exit_code"] = result.exit_code
         if output := "\n".join(filter(None, (self._tail(result.stdout), self._tail(result.stderr)))):
