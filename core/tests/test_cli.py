@@ -282,6 +282,7 @@ def test_show_gives_keys_types_defaults_and_descriptions(toys: Path, cli: Run) -
     assert "wrapped" in cli("show", "wrapper")[1]
     assert "episodes in flight" in cli("show", "rollout")[1]
     assert "  create_rate.burst " in cli("show", "sandbox")[1]
+    assert "  weight " in cli("show", "environment")[1]
     assert "health.interval" not in cli("show", "recipe")[1]
     assert (
         json.loads(cli("show", "stick", "--json")[1])["router.stick"]["properties"]["ttl"]["default"] == 60.0

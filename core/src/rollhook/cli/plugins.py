@@ -112,7 +112,7 @@ def _section(name: str) -> dict[str, tuple[str, type[BaseModel]]]:
     if name == "recipe":
         return {"recipe": ("the keys of a recipe", Recipe)}
     field = Recipe.model_fields.get(name)
-    found = list(models_at(Recipe, (name,))) if field else []
+    found = [*models_at(Recipe, (name,)), *models_at(Recipe, (name, 0))] if field else []
     return {name: (field.description or "", found[0])} if field and found else {}
 
 
