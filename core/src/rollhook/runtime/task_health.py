@@ -71,7 +71,7 @@ class Results(Rows[TaskHealth]):
 
 
 class Looker(Agent):
-    """Does nothing but look for files of certain sizes; what it saw is kept by episode until it is taken."""
+    """Does nothing but look for files of `sizes`, by episode; what it saw is kept until it is taken."""
 
     needs_policy = False
 
@@ -83,20 +83,19 @@ class Looker(Agent):
     async def run(self, context: AgentContext) -> StopReason:
         """Look, once in each phase."""
         if context.sandbox is not None:
-            task = next(name for name in self.sizes if context.episode_id.startswith(name))
-            sizes = [str(size) for size in sorted(self.sizes[task])]
+            sizes = [str(size) for size in sorted(self.sizes[context.episode_id])]
             argv = ["/bin/sh", "-c", _LOOK, "sh", *sizes]
             result = await context.sandbox.exec(argv, cwd="/", timeout=_LOOK_SECONDS)
-            lines = self._seen.setdefault(task, [])
+            lines = self._seen.setdefault(context.episode_id, [])
             lines += result.text.splitlines()
             if result.timed_out or result.exit_code == 99:
                 lines.append("!")
         return StopReason.DONE
 
-    def take(self, task: str) -> list[str]:
-        """Return the lines that were printed for a task, and forget them; "!" says that it could not look."""
-        self.sizes.pop(task, None)
-        return self._seen.pop(task, [])
+    def take(self, episode: str) -> list[str]:
+        """Return what was printed in an episode, and forget it; a line "!" says that it could not look."""
+        self.sizes.pop(episode, None)
+        return self._seen.pop(episode, [])
 
 
 class Examination(TaskRuns):
@@ -124,7 +123,7 @@ class Examination(TaskRuns):
         lint = list(await asyncio.to_thread(self.environment.lint, task))
         hidden = await asyncio.to_thread(self.environment.hidden, task)
         solved = [await self.episode("oracle", task, f"-{n}") for n in range(self._repeat)]
-        name = f"{self._attempt.run.run_id}-a{self._attempt.number}-{task.id}-looker"
+        name = f"{self._attempt.run.run_id}-a{self._attempt.number}-{task.id}-looker-0"
         self._looker.sizes[name] = {len(data) for data in hidden.values() if len(data) >= _LEAST_BYTES}
         idle = [await self.episode("looker" if n == 0 else "nop", task, f"-{n}") for n in range(self._repeat)]
         leaks = sorted(set(leaks_in(self._looker.take(name), hidden)))
