@@ -79,7 +79,9 @@ def test_oracle_proves_tasks_and_resumes(tasks_dir: Path, tmp_path: Path, local_
 
 def test_oracle_needs_a_task(tasks_dir: Path, tmp_path: Path, local_box: OpenBox) -> None:
     result = tasks("oracle", tasks_dir, "--root", tmp_path / "runs", "--task", "nothing")
-    assert "no task matches nothing" in str(result.exception)
+    assert str(result.exception) == "no task matches nothing"
+    result = tasks("oracle", tasks_dir, "--root", tmp_path / "runs", "--task", "copy-heldot-0000")
+    assert str(result.exception) == "no task matches copy-heldot-0000, did you mean 'copy-heldout-0000'?"
 
 
 def test_data_prepare_writes_a_pack_once(tmp_path: Path) -> None:

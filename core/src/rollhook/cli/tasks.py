@@ -347,12 +347,15 @@ def _print_differences(rows: Sequence[Difference], names: Sequence[str], count: 
 
 def _choice(split: str | None, only: Sequence[str] | None) -> Choose:
     from rollhook.errors import UsageError
+    from rollhook.installed import nearest
 
     def choose(environment: Environment) -> list[Task]:
         tasks = environment.tasks(split)
         chosen = [t for t in tasks if not only or any(fnmatchcase(t.id, pattern) for pattern in only)]
         if not chosen:
-            raise UsageError(f"no task matches {', '.join(only or [])}" if only else "there are no tasks")
+            near = nearest(only[0], [task.id for task in tasks]) if only else ""
+            meant = f", did you mean {near!r}?" if near else ""
+            raise UsageError(f"no task matches {', '.join(only)}{meant}" if only else "there are no tasks")
         return chosen
 
     return choose
