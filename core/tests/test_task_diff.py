@@ -78,3 +78,6 @@ def test_a_sandbox_is_a_name_or_yaml() -> None:
     for text in ("{mode: x}", "[local]", "{use: 1}", "{", "3"):
         with pytest.raises(UsageError):
             sandbox_source(text)
+    with pytest.raises(UsageError) as raised:
+        sandbox_source("{use: [local")
+    assert "\n" not in str(raised.value)

@@ -65,7 +65,8 @@ def sandbox_source(text: str | None) -> dict[str, Any] | None:
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise UsageError(f"{text!r} is no name of a sandbox backend and no YAML: {error}") from error
+        why = " ".join(str(error).split())
+        raise UsageError(f"{text!r} is no name of a sandbox backend and no YAML: {why}") from error
     if isinstance(value, str):
         return None if value == "none" else {"use": value}
     if isinstance(value, dict) and isinstance(value.get("use"), str):
