@@ -48,9 +48,14 @@ async def test_a_command_is_killed_by_itself(tmp_path: Path) -> None:
     machine = await fleet.create(image.root)
     try:
         process = await machine.spawn(["sh", "-c", "sleep 300 >/dev/null & exec sleep 301"])
-        listing = ["sh", "-c", "cat /proc/[0-9]*/cmdline | tr '\\0' ' '"]
+        listing = [
+            "sh",
+            "-c",
+            "for p in /proc/[0-9]*/cmdline; do tr '\\0' ' ' < $p | sed 's/ $//'; echo; done",
+        ]
         async with asyncio.timeout(10):
-            while "sleep 301" not in (await machine.run(listing)).text:
+            both = {"sleep 300", "sleep 301"}
+            while not both <= set((await machine.run(listing)).text.splitlines()):
                 await asyncio.sleep(0.01)
             pids = machine.inside(process)
             assert pids is not None

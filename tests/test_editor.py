@@ -125,7 +125,7 @@ def test_a_shipped_recipe_is_not_underlined(editor: Editor, recipe: Path) -> Non
         ("name: x\nrouter:\n  use: sticky+min_load\n  ttl: 3\n", 5, "Property ttl is not allowed."),
         ("name: x\nsteps: many\n", 3, "wanted: integer, or text with ${...}"),
         ("name: x\noutcomes: {timeout: verfy}\n", 3, 'Valid values: "verify", "zero", "drop"'),
-        ("name: x\nagent: shel\n", 3, 'Valid values: "nop", "oracle", "shell"'),
+        ("name: x\nagent: shel\n", 3, 'Valid values: "chat", "command", "nop", "oracle", "shell", "tools"'),
         ("steps: 3\n", 2, 'Missing property "name".'),
     ],
 )
