@@ -7,6 +7,7 @@ import contextlib
 import io
 import itertools
 import os
+import signal
 import stat
 import tarfile
 import tempfile
@@ -335,13 +336,13 @@ async def test_a_fake_sandbox_of_another_process_with_the_same_name_is_left_alon
     await other.delete(there.id)
 
 
-async def test_a_process_of_a_deleted_fake_is_closed_before_it_is_reaped() -> None:
+async def test_a_process_of_a_deleted_fake_is_reaped_and_closed() -> None:
     """The loop may end right after a delete, and what is open then fails some other test."""
     boxes = FakeSandboxes()
     box = await boxes.create(SandboxSpec())
     await box.start(["sleep", "60"])
     await boxes.delete(box.id)
     (process,) = box.processes  # type: ignore[attr-defined]
-    assert process.returncode is None
+    assert process.returncode == -signal.SIGKILL
     assert process._transport.is_closing()
     await process.wait()

@@ -27,6 +27,7 @@ from rollhook.errors import SandboxDead, SandboxError
 from rollhook.sandbox import RawProcess, RawSandbox, SandboxBackend, SandboxInfo, SandboxSpec
 
 _CHUNK = 1 << 16
+_REAPED_SECONDS = 2.0
 
 
 @functools.cache
@@ -255,6 +256,19 @@ class FakeSandboxes(SandboxBackend):
             with contextlib.suppress(OSError):
                 if path.name.isdecimal() and mark in (path / "environ").read_bytes() + b"\0":
                     os.kill(int(path.name), signal.SIGKILL)
-        for process in box.processes:  # the loop may end before they are reaped
-            process._transport.close()  # type: ignore[attr-defined]
+        await _close(box.processes)
         shutil.rmtree(box.root, ignore_errors=True)
+
+
+async def _close(processes: Sequence[asyncio.subprocess.Process]) -> None:
+    """Close what was killed once it is reaped, since the loop may end right after a delete.
+
+    Closed earlier it would be reaped behind the back of asyncio, which then reports exit code 255.
+    """
+    loop = asyncio.get_running_loop()
+    ends = [each._transport._wait() for each in processes if each._loop is loop]  # type: ignore[attr-defined]
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_REAPED_SECONDS):
+            await asyncio.gather(*ends)
+    for process in processes:
+        process._transport.close()  # type: ignore[attr-defined]
