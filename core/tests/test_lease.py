@@ -281,6 +281,22 @@ async def test_a_copy_of_a_runs_directory_does_not_show_that_it_is_over(run: Run
     assert sandbox in (await reaped(backend, find=lambda _: copy, now=5401.0, watch=still)).deleted
 
 
+async def test_an_attempt_that_is_begun_in_a_copy_does_not_end_the_original(
+    run: RunDir, tmp_path: Path
+) -> None:
+    """Someone resumes a copy of a run that goes on elsewhere; only the labels' expiry frees its sandboxes."""
+    attempt, backend = run.claim(), ScriptedBackend()
+    sandbox = await with_sandbox(attempt, backend)
+    abandon(attempt)
+    copy = RunDir(tmp_path / "copies" / "demo")
+    shutil.copytree(run.path, copy.path)
+    resumed = copy.claim(sleep=lambda _: None, clock=iter(range(0, 900, 30)).__next__)
+    assert resumed.number == 2
+    assert (await reaped(backend, find=lambda _: copy, watch=still)).deleted == {}
+    assert sandbox in (await reaped(backend, find=lambda _: copy, now=5401.0, watch=still)).deleted
+    resumed.finish("stopped")
+
+
 async def test_a_driver_that_is_stopped_and_there_keeps_its_sandboxes(run: RunDir) -> None:
     """Ctrl-Z stops the heartbeat with all else; the run goes on with fg."""
     attempt, backend = run.claim(), ScriptedBackend()

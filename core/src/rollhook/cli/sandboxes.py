@@ -306,7 +306,7 @@ def _without_sandbox(runs: Sequence[RunDir], nonces: set[str]) -> Iterator[dict[
     for run in runs:
         attempts = run.attempts()
         for attempt in attempts:
-            over = surely_over(attempt, attempts[-1].number)
+            over = surely_over(attempt, attempts)
             for state in read_leases(attempt).values():
                 if state.open and state.nonce not in nonces:
                     whose = {"run_id": run.run_id, "attempt": attempt.number, "attempt_is_over": over}

@@ -185,7 +185,7 @@ def _attempts_over(
             continue
         held = read_leases(attempts[number])
         ours = [held[nonce] for nonce in nonces if nonce in held]
-        reason = surely_over(attempts[number], max(attempts))
+        reason = surely_over(attempts[number], attempts.values())
         if reason is None and attempts[number].surely_there():
             words = f"attempt {number} is alive"
             known |= {lease.nonce: _Known(lease.taken_at, False, words, lease.price) for lease in ours}
@@ -202,10 +202,13 @@ def _attempts_over(
     return known
 
 
-def surely_over(attempt: AttemptInfo, newest: int) -> str | None:
-    """Return why an attempt is over for certain, `newest` being its run's newest; None when it may go on."""
-    if newest > attempt.number:
-        return f"attempt {newest} of its run has started"
+def surely_over(attempt: AttemptInfo, attempts: Iterable[AttemptInfo]) -> str | None:
+    """Return why one of a run's `attempts` is over for certain; None when it may go on."""
+    # one that was begun in a copy of a run's directory says nothing about the original
+    copied = attempt.copied()
+    later = [each for each in attempts if each.number > attempt.number and (each.copied() or not copied)]
+    if later:
+        return f"attempt {max(each.number for each in later)} of its run has started"
     if attempt.status is not None:
         return f"its attempt ended ({attempt.status})"
     return "its attempt's process is gone" if attempt.surely_dead() else None
