@@ -257,6 +257,18 @@ async def test_the_record_has_the_reward_that_the_phases_come_to_together(monkey
     assert result.record.reward == result.record.outcome.reward == 0.5
 
 
+async def test_an_episode_that_breaks_in_a_later_phase_keeps_no_reward_of_an_earlier_one():
+    verdicts = [Verdict(1.0)]
+
+    async def judges():
+        return verdicts.pop(0)
+
+    result, _ = await run(verify=judges, phases=({}, {}))
+    assert result.record.outcome.kind == "infra_error"
+    assert result.record.reward is None
+    assert not result.samples
+
+
 async def out_of_time(context):
     await context.session.chat(context.observation.messages)
     raise BudgetExceeded("the agent used up its 5 s (agent)", node="agent")

@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from rollhook.environment import Task
 from rollhook.plugins import Plugins, load
 from rollhook.recipe.check import check_recipe, compose
 from rollhook.recipe.explain import supplied, values
@@ -166,6 +168,21 @@ def test_what_sandboxes_miss_here_is_a_site_fact(toys: Path, monkeypatch: pytest
     assert (problem.key, problem.scope) == ("sandbox.use", "site")
     assert problem.message == "there is no engine; start one"
     assert check_recipe("recipe.yaml", site="none").problems == []
+
+
+def test_a_sandbox_is_judged_by_the_tasks_that_the_recipe_uses(
+    toys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = importlib.import_module("rollhook_toy").Room
+
+    def problems(self: Any, capabilities: frozenset[str], tasks: Any = None) -> list[str]:
+        return [f"cannot run {', '.join(sorted({t.id for t in tasks}))}"]
+
+    monkeypatch.setattr(room, "tasks", lambda self, split=None: [Task(f"only-{split}", "1", "f")])
+    monkeypatch.setattr(room, "problems", problems)
+    write(toys, "extends: base.yaml\nevaluation: {every: 0}\n")
+    (problem,) = check_recipe("recipe.yaml", site="here").problems
+    assert problem.message.endswith("cannot run only-train")
 
 
 def test_an_unset_variable_is_a_site_fact_and_its_key_is_not_judged(toys: Path) -> None:

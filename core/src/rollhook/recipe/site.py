@@ -135,17 +135,21 @@ def _environment(
     if environment is None or isinstance(environment, Problem):
         yield from [environment] if environment else []
         return
-    if capabilities is not None:
-        for reason in environment.problems(capabilities):
-            yield Problem(part.key, f"{part.name} does not fit this sandbox: {reason}")
+    found: dict[str, Sequence[Task]] = {}
+    absent: list[Problem] = []
     for key, split in splits.items():
         try:
-            tasks = environment.tasks(split)
+            found[key] = environment.tasks(split)
         except (RollhookError, OSError) as error:
-            yield _site(key, str(error))
-            continue
-        c.loaded.met[tasks_key(part.key, split)] = digest_tasks(tasks)
-        yield from _split(c, key, split, tasks)
+            absent.append(_site(key, str(error)))
+    if capabilities is not None:
+        asked = None if absent else [task for tasks in found.values() for task in tasks]
+        for reason in environment.problems(capabilities, asked):
+            yield Problem(part.key, f"{part.name} does not fit this sandbox: {reason}")
+    yield from absent
+    for key, tasks in found.items():
+        c.loaded.met[tasks_key(part.key, splits[key])] = digest_tasks(tasks)
+        yield from _split(c, key, splits[key], tasks)
 
 
 def _split(c: Composition, key: str, split: str, tasks: Sequence[Task]) -> Iterator[Problem]:

@@ -389,6 +389,7 @@ class EpisodeRunner:
             "infra_error", boundary="rollhook", cause="the episode has no outcome"
         )
         verdict = course.verdicts[-1] if course.verdicts else Verdict(None)
+        failed = outcome.kind in ("infra_error", "cancelled")  # then a verdict is one of an earlier phase
         if (stats := tokens.stats) is not None:
             course.timings["wait/engine"] = stats.wait_seconds
             if stats.estimated:
@@ -406,7 +407,7 @@ class EpisodeRunner:
             seed=request.seed,
             ended=course.ended,
             outcome=outcome,
-            reward=verdict.reward,
+            reward=None if failed else verdict.reward,
             components=verdict.components,
             detail={**verdict.detail, "agent": course.notes} if course.notes else verdict.detail,
             messages=[*course.earlier, *course.messages],
