@@ -191,7 +191,10 @@ async def test_a_full_server_is_waited_for(openenv, tasks_file, tmp_path):
 @pytest.mark.parametrize(
     ("keys", "why"),
     [
-        ({"url": "http://127.0.0.1:9", "start_seconds": 0.5}, "gave no session within 0.5 s"),
+        (
+            {"url": "http://127.0.0.1:9", "start_seconds": 0.5},
+            "no session within 0.5 s: Cannot connect to host",
+        ),
         ({"argv": ["no-such-program", "{port}"]}, "no-such-program cannot be started"),
         (
             {"argv": [sys.executable, "-c", "import sys; sys.exit(5)", "{port}"]},

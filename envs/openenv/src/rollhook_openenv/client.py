@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import random
 from collections.abc import Awaitable, Callable, Mapping
@@ -14,6 +15,7 @@ import orjson
 
 from rollhook.errors import TaskError
 
+logger = logging.getLogger(__name__)
 #: codes with which a server says that the action, not the session, was at fault
 _ACTION = ("VALIDATION_ERROR", "EXECUTION_ERROR")
 _SAID = 500
@@ -50,13 +52,15 @@ class OpenEnvSession:
     ) -> tuple[OpenEnvSession, Step]:
         """Open a session and reset it; a server that is full, or not there now, is asked for again."""
         http = aiohttp.ClientSession(headers=dict(headers), timeout=aiohttp.ClientTimeout(total=None))
+        why: list[str] = []
         try:
             async with asyncio.timeout(seconds):
-                return await _opened(http, where, reset, most)
+                return await _opened(http, where, reset, most, why)
         except BaseException as error:
             await http.close()
             if isinstance(error, TimeoutError):
-                raise TaskError(f"the OpenEnv server gave no session within {seconds:g} s") from None
+                last = f": {why[-1]}" if why else ""
+                raise TaskError(f"the OpenEnv server gave no session within {seconds:g} s{last}") from None
             raise
 
     async def step(self, action: Mapping[str, Any], *, seconds: float) -> Step:
@@ -96,8 +100,9 @@ class _FullError(Exception):
 
 
 async def _opened(
-    http: aiohttp.ClientSession, where: Where, reset: Mapping[str, Any], most: int
+    http: aiohttp.ClientSession, where: Where, reset: Mapping[str, Any], most: int, why: list[str]
 ) -> tuple[OpenEnvSession, Step]:
+    """Ask until there is a session; why there is none yet is logged once and kept in `why`."""
     pause = _BACKOFF[0]
     while True:
         url = await where()
@@ -110,8 +115,10 @@ async def _opened(
                 raise TaskError(f"{url} is no OpenEnv server: /ws answers {error.status}") from error
         except RefusedActionError as error:
             raise TaskError(f"the OpenEnv server does not take the task's reset: {error}") from error
-        except (_FullError, aiohttp.ClientConnectionError):
-            pass
+        except (_FullError, aiohttp.ClientConnectionError) as error:
+            if not why:
+                logger.warning("%s gives no session yet (%s); asking again", url, error or "it is full")
+            why.append(str(error) or "it is full")
         await asyncio.sleep(pause * random.uniform(0.5, 1.5))  # noqa: S311 - not for secrets
         pause = min(2 * pause, _BACKOFF[1])
 
