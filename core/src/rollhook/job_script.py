@@ -1,0 +1,187 @@
+"""The script that a launcher runs on a node: environment, probes, the job's own script, log and exit code.
+
+Two files: `job.sh`, and `entry.sh` with the job's own text, so that whatever that does (`set -e`, `exit`) its
+exit code is kept. Under the job's directory appear `logs/driver.log`, `signalled` (the first signal that the
+job was sent) and, last, `exit_code`.
+
+Signals go to `job.sh` alone: INT and USR1 ask the job to stop by its stop signal, TERM cancels it. After the
+job's grace it is sent TERM, and ten seconds later KILL.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+from rollhook.errors import UsageError
+from rollhook.launcher import Job, State
+from rollhook.secrets import Secret
+
+#: below the job's directory: where the plan's files are
+FILES = "job"
+SCRIPT, ENTRY = "job.sh", "entry.sh"
+#: below the job's directory, written by the script
+LOG, EXIT_CODE, SIGNALLED = "logs/driver.log", "exit_code", "signalled"
+
+#: what a job that ignores its stop signal and then TERM is given before KILL
+KILL_SECONDS = 10
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+_TEMPLATE = """\
+#!/usr/bin/env bash
+# Job {id}. Written by Rollhook; what the job itself does is in {entry}.
+if [ -n "$(trap -p INT)" ] && [ -z "${{ROLLHOOK_SIGNALS:-}}" ] && command -v python3 >/dev/null; then
+    export ROLLHOOK_SIGNALS=default  # a shell cannot trap what was ignored when it began
+    exec python3 -c 'import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execvp("bash", ["bash", *sys.argv[1:]])' "${{BASH_SOURCE[0]}}" "$@"
+fi
+unset ROLLHOOK_SIGNALS
+set -uo pipefail
+export ROLLHOOK_RUN_ID={run_id} ROLLHOOK_ATTEMPT="${{ROLLHOOK_ATTEMPT:-{attempt}}}"
+[ -n "${{ROLLHOOK_JOB_DIR:-}}" ] || ROLLHOOK_JOB_DIR={directory}
+export ROLLHOOK_JOB_DIR
+export ROLLHOOK_JOB_FILES="${{ROLLHOOK_JOB_FILES:-$(cd "$(dirname "${{BASH_SOURCE[0]}}")" && pwd)}}"
+
+child="" told="" watchdog="" doing="" tee=""
+fail() {{ echo "rollhook: $1" >&2; doing=""; exit 1; }}
+tell() {{  # RECEIVED SENT: to the job and all below it
+    [ -n "$told" ] || echo "$1" > "$ROLLHOOK_JOB_DIR/{signalled}"
+    told=$2
+    [ -z "$child" ] || kill -s "$2" -- "-$child" 2>/dev/null
+    [ -n "$watchdog" ] || {{ set -m; watch & watchdog=$!; set +m; }}
+}}
+watch() {{
+    exec >/dev/null 2>&1 3>&- 4>&-
+    sleep {grace}
+    kill -s TERM -- "-$child"
+    sleep {kill}
+    kill -s KILL -- "-$child"
+}}
+run() {{  # COMMAND...: in a process group of its own, which signals go to and which ends with it
+    [ -z "$told" ] || exit 143
+    set -m; "$@" </dev/null & child=$!; set +m
+    [ -z "$told" ] || kill -s "$told" -- "-$child" 2>/dev/null
+    local code again
+    while :; do
+        wait "$child"
+        code=$?
+        kill -0 "$child" 2>/dev/null || break
+    done
+    wait "$child" 2>/dev/null  # a signal may have cut short the wait in which it ended
+    again=$?
+    [ "$again" -eq 127 ] || code=$again
+    kill -s KILL -- "-$child" 2>/dev/null
+    child=""
+    return "$code"
+}}
+finish() {{  # CODE: let the log drain, then keep the code
+    trap '' INT TERM USR1
+    [ -z "$doing" ] || echo "rollhook: the job ended in its $doing, with exit code $1" >&2
+    [ -z "$watchdog" ] || kill -s KILL -- "-$watchdog" 2>/dev/null
+    exec 1>&3 2>&4
+    for ((i = 0; i < 50; i++)); do kill -0 "$tee" 2>/dev/null || break; sleep 0.1; done
+    printf '%s\\n' "$1" > "$ROLLHOOK_JOB_DIR/.{exit_code}.tmp"
+    mv -f "$ROLLHOOK_JOB_DIR/.{exit_code}.tmp" "$ROLLHOOK_JOB_DIR/{exit_code}"
+}}
+
+mkdir -p "$ROLLHOOK_JOB_DIR/logs" && rm -f "$ROLLHOOK_JOB_DIR/{exit_code}" "$ROLLHOOK_JOB_DIR/{signalled}" ||
+    fail "$ROLLHOOK_JOB_DIR cannot be written on $HOSTNAME"
+trap 'tell INT {stop_signal}' INT
+trap 'tell USR1 {stop_signal}' USR1
+trap 'tell TERM TERM' TERM
+exec 3>&1 4>&2
+# the log outlives every signal and whoever reads the output
+exec > >(trap '' INT TERM USR1 HUP PIPE; exec tee -a "$ROLLHOOK_JOB_DIR/{log}" >&3 2>&4) 2>&1
+tee=$!
+trap 'finish $?' EXIT
+
+{environment}{setup}{probes}run bash "$ROLLHOOK_JOB_FILES/{entry}"
+exit $?
+"""
+
+
+def script_files(job: Job) -> dict[str, str]:
+    """Return the files that every launcher delivers for a job: path below its directory -> text.
+
+    Raises UsageError for what is no name of an environment variable.
+    """
+    files = {f"{FILES}/{name}": text for name, text in job.files.items()}
+    entry = job.script if job.script.endswith("\n") else job.script + "\n"
+    return files | {f"{FILES}/{SCRIPT}": _render(job), f"{FILES}/{ENTRY}": entry}
+
+
+def read_exit_code(directory: str | Path) -> int | None:
+    """Return the exit code that a job left in its directory; None while there is none."""
+    try:
+        return int((Path(directory) / EXIT_CODE).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def signalled(directory: str | Path) -> str:
+    """Return the name of the first signal that the job was sent, e.g. `INT`; empty if it was sent none."""
+    try:
+        return (Path(directory) / SIGNALLED).read_text().strip()
+    except OSError:
+        return ""
+
+
+def ended_state(code: int, *, stopped_code: int | None, asked: bool) -> State:
+    """Return how a job ended that left an exit code; `asked`: it was told to stop (see `signalled`).
+
+    A job with a `stopped_code` says itself whether it was stopped; of another one that was told to, it is
+    believed whatever its code, so that what was cut short is never a success.
+    """
+    if stopped_code is None:
+        return "stopped" if asked else "succeeded" if code == 0 else "failed"
+    if code in (0, stopped_code):
+        return "succeeded" if code == 0 else "stopped"
+    return "stopped" if asked and code > 128 else "failed"
+
+
+def _render(job: Job) -> str:
+    q = shlex.quote
+    for name in (*job.env, *job.secrets):
+        if not _NAME.fullmatch(name):
+            raise UsageError(f"{name!r} is no name of an environment variable; rename it in the job's env")
+    lines = [f"export {name}={q(value)}" for name, value in job.env.items()]
+    for name, reference in job.secrets.items():
+        lines += _secret(name, Secret.parse(reference))
+    if job.code.source == "path":
+        lines.append(f'export PYTHONPATH={q(job.code.path)}"${{PYTHONPATH:+:$PYTHONPATH}}"')
+    setup = job.setup.rstrip()
+    probes = "".join(
+        f"echo {q('rollhook: probe ' + probe.name)}\n"
+        f"run bash -c {q(probe.script)} || fail {q('the probe ' + probe.name + ' failed')}\n"
+        for probe in job.probes
+    )
+    return _TEMPLATE.format(
+        id=job.id,
+        run_id=q(job.run_id),
+        attempt=job.attempt,
+        directory=q(job.directory),
+        entry=ENTRY,
+        exit_code=EXIT_CODE,
+        signalled=SIGNALLED,
+        log=LOG,
+        environment="".join(f"{line}\n" for line in lines),
+        # what activates environments seldom bears `set -u`
+        setup=f"doing=setup; set -e +u\n{setup}\nset +e -u; doing=\n" if setup else "",
+        probes=probes,
+        stop_signal=job.stop_signal,
+        grace=f"{job.stop_grace_seconds:g}",
+        kill=KILL_SECONDS,
+    )
+
+
+def _secret(name: str, secret: Secret) -> list[str]:
+    """Return the lines that make a variable of a secret on the node; it is in no file and no argument."""
+    missing = f'fail "the secret "{shlex.quote(str(secret))}" of {name} is not there on $HOSTNAME"'
+    if secret.scheme == "file":
+        home, path = ('"$HOME"/', secret.name[2:]) if secret.name.startswith("~/") else ("", secret.name)
+        read = f'{name}="$(cat -- {home}{shlex.quote(path)})" && [ -n "${name}" ] || {missing}'
+        return [read, f"export {name}"]
+    source = secret.name if secret.scheme == "env" else name  # the launcher has set k8s: secrets already
+    return [f'[ -n "${{{source}:-}}" ] || {missing}', f'export {name}="${{{source}}}"']
