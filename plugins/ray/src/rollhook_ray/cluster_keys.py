@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from rollhook import Config
+from rollhook.component import Config
 
 #: how many ports a node has: its daemons' and its workers'
 PORTS_PER_NODE = 1000
@@ -52,8 +52,8 @@ class Ssh(Config):
 
     config: Annotated[str | None, Field(description="configuration file instead of ~/.ssh/config")] = None
     options: Annotated[
-        list[str], Field(description="options as after -o, e.g. IdentityFile=~/.ssh/cluster")
-    ] = []
+        tuple[str, ...], Field(description="options as after -o, e.g. IdentityFile=~/.ssh/cluster")
+    ] = ()
     connect_seconds: Annotated[PositiveInt, Field(description="limit of a connection's start")] = 10
 
 
@@ -61,13 +61,13 @@ class Install(Config):
     """What `rollhook cluster up --install` puts on each host, with pip."""
 
     packages: Annotated[
-        list[str],
+        tuple[str, ...],
         Field(description="requirements; one of ray without a version gets that of the submitting machine"),
-    ] = ["ray[default]"]
+    ] = ("ray[default]",)
     constraints: Annotated[str | None, Field(description="constraints file, on the submitting machine")] = (
         None
     )
-    options: Annotated[list[str], Field(description="options of pip install")] = []
+    options: Annotated[tuple[str, ...], Field(description="options of pip install")] = ()
 
 
 class Compose(Config):
@@ -96,16 +96,16 @@ class ClusterKeys(Config):
     ] = "local"
     workers: Annotated[PositiveInt, Field(description="number of workers, of local and compose")] = 2
     hosts: Annotated[
-        list[str | Host],
+        tuple[str | Host, ...],
         Field(description="of ssh: the first is the head, the others are workers; one may be named twice"),
-    ] = []
+    ] = ()
     cpus_per_worker: Annotated[
         NonNegativeInt | None, Field(description="null: what is there; of local: its share of that")
     ] = None
     gpus_per_worker: Annotated[NonNegativeInt | None, Field(description="null: what Ray finds")] = None
-    worker_resources: Annotated[
-        dict[str, NonNegativeFloat], Field(description="Ray's custom resources of a worker")
-    ] = {"worker_node": 100}
+    worker_resources: dict[str, NonNegativeFloat] = Field(
+        default_factory=lambda: {"worker_node": 100.0}, description="Ray's custom resources of a worker"
+    )
     object_store_bytes: Annotated[
         PositiveInt | None,
         Field(description="object store of a worker; null: as Ray sizes it, of local 1 GB"),
@@ -115,7 +115,9 @@ class ClusterKeys(Config):
         Field(description="Python with Ray on the hosts; null: of ssh python3, of local this program's"),
     ] = None
     setup: Annotated[str, Field(description="bash lines run on every node before Ray is started")] = ""
-    env: Annotated[dict[str, str], Field(description="environment of Ray on every node, in clear")] = {}
+    env: dict[str, str] = Field(
+        default_factory=dict, description="environment of Ray on every node, in clear"
+    )
     auth: Annotated[
         Literal["token", "none"],
         Field(description="token: only who has the cluster's token can use it; none: on loopback only"),
@@ -136,8 +138,9 @@ class ClusterKeys(Config):
         str, Field(description="pattern of the session directories of Ray that count as old deployments")
     ] = "*"
     old_containers: Annotated[
-        list[str], Field(description="patterns of the names of containers that count as old deployments")
-    ] = ["*ray-head*", "*ray-worker*"]
+        tuple[str, ...],
+        Field(description="patterns of the names of containers that count as old deployments"),
+    ] = ("*ray-head*", "*ray-worker*")
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
