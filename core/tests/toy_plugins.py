@@ -10,7 +10,7 @@ from rollhook.engine.base import Engine
 from rollhook.engine.messages import MessageEngine, RequestLimits
 from rollhook.environment import Environment, Task
 from rollhook.errors import UsageError
-from rollhook.launcher import Launcher
+from rollhook.launcher import Launcher, Plan
 from rollhook.pack import Pack
 from rollhook.recipe.problem import Problem
 from rollhook.recipe.schema import Use
@@ -156,7 +156,7 @@ class Here(Launcher):
     in_process = True
 
     def plan(self, job):
-        return {}
+        return Plan("here", job)
 
 
 class Afar(Here):

@@ -10,12 +10,14 @@ job's grace it is sent TERM, and ten seconds later KILL.
 
 from __future__ import annotations
 
+import asyncio
 import re
 import shlex
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 from rollhook.errors import UsageError
-from rollhook.launcher import Job, State
+from rollhook.launcher import Handle, Job, JobStatus, State
 from rollhook.secrets import Secret
 
 #: below the job's directory: where the plan's files are
@@ -141,16 +143,70 @@ def ended_state(code: int, *, stopped_code: int | None, asked: bool) -> State:
     return "stopped" if asked and code > 128 else "failed"
 
 
-def _render(job: Job) -> str:
-    q = shlex.quote
+def left_status(handle: Handle) -> JobStatus | None:
+    """Return how a job ended, by what it left in its directory; None while it has left no exit code."""
+    code = read_exit_code(handle.directory)
+    if code is None:
+        return None
+    sent = signalled(handle.directory)
+    state = ended_state(code, stopped_code=handle.stopped_code, asked=bool(sent))
+    why = f"its script ended with exit code {code}" + (f" after signal {sent}" if sent else "")
+    return JobStatus(state, why, code)
+
+
+def record_killed(directory: str | Path) -> None:
+    """Record that a job was killed on request; its script could not. An exit code that is there is kept."""
+    if read_exit_code(directory) is None:
+        (Path(directory) / SIGNALLED).write_text("KILL\n")
+        (Path(directory) / EXIT_CODE).write_text("137\n")
+
+
+async def read_log(
+    directory: str | Path, ended: Callable[[], Awaitable[bool]], *, follow: bool = False, poll: float = 0.3
+) -> AsyncIterator[bytes]:
+    """Give a job's log from its beginning, for `Launcher.logs` where the directory is seen.
+
+    With `follow` until `ended` has said so and the log has been read to its end.
+    """
+    path, position = Path(directory) / LOG, 0
+    while True:
+        last = not follow or await ended()
+        while data := await asyncio.to_thread(_read_from, path, position):
+            position += len(data)
+            yield data
+        if last:
+            return
+        await asyncio.sleep(poll)
+
+
+def _read_from(path: Path, position: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            file.seek(position)
+            return file.read(1 << 20)
+    except FileNotFoundError:
+        return b""
+
+
+def environment_lines(job: Job) -> list[str]:
+    """Return the lines of bash that set a job's environment; where a secret is missing they call `fail TEXT`.
+
+    Raises UsageError for what is no name of an environment variable.
+    """
     for name in (*job.env, *job.secrets):
         if not _NAME.fullmatch(name):
             raise UsageError(f"{name!r} is no name of an environment variable; rename it in the job's env")
-    lines = [f"export {name}={q(value)}" for name, value in job.env.items()]
+    lines = [f"export {name}={shlex.quote(value)}" for name, value in job.env.items()]
     for name, reference in job.secrets.items():
         lines += _secret(name, Secret.parse(reference))
     if job.code.source == "path":
-        lines.append(f'export PYTHONPATH={q(job.code.path)}"${{PYTHONPATH:+:$PYTHONPATH}}"')
+        lines.append(f'export PYTHONPATH={shlex.quote(job.code.path)}"${{PYTHONPATH:+:$PYTHONPATH}}"')
+    return lines
+
+
+def _render(job: Job) -> str:
+    q = shlex.quote
+    lines = environment_lines(job)
     setup = job.setup.rstrip()
     probes = "".join(
         f"echo {q('rollhook: probe ' + probe.name)}\n"

@@ -62,8 +62,9 @@ class Job:
     """A bash script to run once on one node of a Ray cluster, and what it needs. Secrets are references.
 
     `directory` is `<run>/attempts/<n>` as the nodes see it. `secrets` are environment variables of the
-    script: name -> reference. `references` are those that the program resolves itself. `files` are delivered
-    beside the script, by name. `stopped_code` is the exit code with which the script says that it was stopped.
+    script: name -> reference. `references` are those that the program resolves itself. `files` are
+    delivered beside the script, by name. `stopped_code` is the exit code by which the script says that it
+    was stopped.
     """
 
     run_id: str
@@ -122,12 +123,16 @@ class Plan:
 
 @dataclass(frozen=True)
 class Handle:
-    """What is known of a submitted job, enough to ask for it from any process; `data` is the launcher's."""
+    """What is known of a submitted job, enough to ask for it from any process; `data` is the launcher's.
+
+    `stopped_code` is the job's; whoever submits it fills it in.
+    """
 
     launcher: str
     job_id: str
     directory: str
     data: Mapping[str, Any] = field(default_factory=dict)
+    stopped_code: int | None = None
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ KINDS = {
         "launcher",
         "launcher",
         "Runs jobs with {Class}",
-        "Then look at `rollhook explain RECIPE launcher={name}`.",
+        "Then look at `rollhook plan RECIPE launcher={name}`.",
     ),
     "tracker": _Kind(
         "tracker", "tracker", "Metrics for {Class}", "Then use it in a recipe: `trackers=[{name}]`."

@@ -22,15 +22,12 @@ import pytest
 
 from rollhook.component import BuildContext
 from rollhook.errors import SandboxDead, SandboxError
-from rollhook.launcher import Job
 from rollhook.sandbox import Sandbox, SandboxSpec
-from rollhook.testing.launcher import LauncherContract, MakeLauncher
 from rollhook.testing.sandbox_case import MakeBackend, eventually
 from rollhook.testing.sandbox_life import IsolationCases, LimitCases
-from rollhook_local import LocalLauncherConfig, LocalSandboxConfig, limits, state
+from rollhook_local import LocalSandboxConfig, limits, state
 from rollhook_local.backend import LocalSandboxes
 from rollhook_local.keeper_client import _launch
-from rollhook_local.launcher import LocalLauncher
 from rollhook_local.programs import which
 
 pytestmark = pytest.mark.skipif(
@@ -495,21 +492,6 @@ async def test_a_keeper_ends_when_others_have_deleted_what_it_was_left_with(tmp_
 def test_process_mode_is_not_isolated(tmp_path: Path) -> None:
     assert backend_of(tmp_path, mode="process").capabilities == {"separate_streams"}
     assert "isolation" in backend_of(tmp_path).capabilities
-
-
-class TestLocalLauncher(LauncherContract):
-    @pytest.fixture
-    def make_launcher(self, tmp_path: Path) -> MakeLauncher:
-        return lambda: LocalLauncher(LocalLauncherConfig(), context(tmp_path))
-
-
-def test_the_launcher_drives_in_process(tmp_path: Path) -> None:
-    launcher = LocalLauncher(LocalLauncherConfig(), context(tmp_path))
-    assert launcher.in_process
-    job = Job("x", ["rollhook", "drive", "lock"], env={"A": "b"}, secrets=["env:TOKEN"])
-    plan = launcher.plan(job)
-    assert plan["argv"] == ["rollhook", "drive", "lock"]
-    assert json.loads(json.dumps(plan)) == plan
 
 
 # broken variants, run here because only a real sandbox may claim isolation

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from rollhook import Component, Config, hookimpl
 from rollhook.sandbox.prices import Prices
@@ -34,7 +34,12 @@ class LocalSandboxConfig(Config):
 
 
 class LocalLauncherConfig(Config):
-    """Keys of `launcher: {use: local}`: none."""
+    """Keys of `launcher: {use: local}`."""
+
+    stop_grace_seconds: Annotated[
+        NonNegativeFloat,
+        Field(description="what a detached run that is stopped is given to write its checkpoint"),
+    ] = 60.0
 
 
 @hookimpl
@@ -58,6 +63,6 @@ def rollhook_launchers() -> list[Component]:
             name="local",
             config=LocalLauncherConfig,
             load="rollhook_local.launcher:LocalLauncher",
-            summary="the driver runs in this process",
+            summary="this process drives the run, or a detached one of its own",
         )
     ]

@@ -1,0 +1,106 @@
+"""The submitter's record of a job, `attempts/<n>/submit.json` in the run's directory.
+
+Where the submitter does not see the directory that the nodes write to, the run has a second one, below the
+index of runs: this record and what the submitter collected are there.
+"""
+
+from __future__ import annotations
+
+import getpass
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Self
+
+import orjson
+
+from rollhook.durable import check_schema, to_json, write_atomic
+from rollhook.errors import RunError
+from rollhook.launcher import Handle, Plan
+from rollhook.recipe.digests import digest_of
+from rollhook.rundir import RunDir
+
+SCHEMA_VERSION = 1
+NAME = "submit.json"
+
+
+@dataclass(frozen=True)
+class Record:
+    """Who submitted what, when and by which launcher; without `handle` and `error` it was interrupted."""
+
+    run_id: str
+    attempt: int
+    job_id: str
+    launcher: str
+    keys: Mapping[str, Any]
+    plan_digest: str
+    user: str = ""
+    host: str = ""
+    submitted_at: float = 0.0
+    handle: Handle | None = None
+    error: str | None = None
+    schema: int = field(default=SCHEMA_VERSION)
+
+    @classmethod
+    def of(cls, plan: Plan, keys: Mapping[str, Any]) -> Self:
+        """Return the record of a plan that is about to be submitted from here."""
+        job = plan.job
+        digest = digest_of(plan.to_data())
+        who = {"user": _user(), "host": socket.gethostname(), "submitted_at": time.time()}
+        return cls(job.run_id, job.attempt, job.id, plan.launcher, dict(keys), digest, **who)  # type: ignore[arg-type]
+
+    def write(self, run: RunDir) -> Self:
+        """Write it, durably, and return it. Raises RunError when the disk is full or not writable."""
+        directory = attempt_directory(run, self.attempt)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunError(f"{directory} cannot be made: {error.strerror}") from error
+        write_atomic(directory / NAME, to_json(asdict(self), indent=True) + b"\n")
+        return self
+
+    def submitted(self, run: RunDir, handle: Handle) -> Self:
+        """Write down that the launcher has taken it."""
+        return replace(self, handle=handle).write(run)
+
+    def failed(self, run: RunDir, error: str) -> Self:
+        """Write down why it could not be submitted."""
+        return replace(self, error=error).write(run)
+
+
+def attempt_directory(run: RunDir, attempt: int) -> Path:
+    """Return where an attempt's files are."""
+    return run.path / "attempts" / str(attempt)
+
+
+def read_record(path: Path) -> Record:
+    """Return the record in a file. Raises RunError when it is damaged, or of a later schema."""
+    try:
+        data = orjson.loads(path.read_bytes())
+        check_schema(data["schema"], SCHEMA_VERSION, path)
+        handle = data.pop("handle")
+        return Record(**data, handle=None if handle is None else Handle(**handle))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise RunError(f"{path} cannot be read as the record of a job: {error}") from error
+
+
+def records(run: RunDir) -> list[Record]:
+    """Return the records of a run's jobs, oldest first."""
+    found = [path for path in (run.path / "attempts").glob(f"*/{NAME}") if path.parent.name.isdecimal()]
+    return [read_record(path) for path in sorted(found, key=lambda path: int(path.parent.name))]
+
+
+def next_attempt(run: RunDir) -> int:
+    """Return the number of the next attempt: after all that were claimed, and all that were submitted."""
+    claimed = [each.number for each in run.attempts()]
+    submitted = [each.attempt for each in records(run) if each.error is None]
+    return max([*claimed, *submitted], default=0) + 1
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a user without a name, as in some containers
+        return ""
