@@ -1,4 +1,4 @@
-"""Ray, and nothing of it outside this module: an instance of our own, actors by dotted path, processes.
+"""Ray, and nothing of it outside this module: our own or a cluster that is there, actors, processes.
 
 Actors are plain classes that tests run without Ray. Ray's own files live under a short temporary
 directory (its sockets have a path limit of 107 bytes) and its logs move to the run's directory on stop.
@@ -12,17 +12,20 @@ import logging
 import os
 import secrets
 import shutil
+import socket
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rollhook.errors import RollhookError
 from rollhook.failures import Failure, one_line
-from rollhook.processes import STOP_GRACE_SECONDS, ClusterPlacement, ProcessDiedError
+from rollhook.processes import LOOPBACK, NODE, STOP_GRACE_SECONDS, ClusterPlacement, ProcessDiedError
+from rollhook.secrets import Secret
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -38,24 +41,51 @@ RAY_ENV = {
 }
 OBJECT_STORE_BYTES = 80 * 1024 * 1024
 PREFIX = "rh-ray-"
+#: of a node's resource or CPUs, what an actor takes on a cluster that others use too
+SHARE = 0.001
+#: seconds between two looks whether what waits for room on a cluster can still get any
+ROOM_INTERVAL = 15.0
+
+
+@dataclass(frozen=True)
+class Attached:
+    """A Ray cluster that others started, and how actors are placed there.
+
+    They go to nodes that have `resource`, else to nodes that have CPUs. `env` is set before their Python
+    starts, in clear; `secrets` (name -> reference) are resolved on each node, where it has them.
+    """
+
+    address: str
+    resource: str | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    secrets: Mapping[str, str] = field(default_factory=dict)
 
 
 class Cluster:
-    """An own Ray instance on this machine, and what is placed on it.
+    """A Ray of our own on this machine (`start`) or one that is there (`attach`), and what is placed on it.
 
-    One per process at a time. Everything it starts dies with this process, also by kill -9: Ray's daemons are
-    tied to the thread that started them (kept for the cluster's life), actors to the daemons, child
-    processes to actors. Two of Ray's agents notice last, and give up after about a minute.
+    One per process at a time. Everything it starts dies with this process, also by kill -9: the daemons of
+    our own Ray are tied to the thread that started them (kept for the cluster's life), actors to the daemons
+    or, on a cluster that stays, to the job that this process is for Ray, child processes to actors. Two of
+    Ray's agents notice last, and give up after about a minute.
     """
 
-    def __init__(self, scratch: Path, temp: Path, thread: ThreadPoolExecutor, environ: dict[str, str | None]):
+    def __init__(
+        self,
+        scratch: Path,
+        temp: Path | None,
+        thread: ThreadPoolExecutor,
+        environ: dict[str, str | None],
+        attached: Attached | None = None,
+    ):
         self._scratch = scratch
         self._temp = temp
         self._thread = thread
         self._environ = environ
+        self._attached = attached
         self._remotes: list[Remote] = []
         self._stopped = False
-        self.placement = ClusterPlacement(self)
+        self.placement = ClusterPlacement(self, NODE if attached is not None else LOOPBACK)
 
     @classmethod
     async def start(cls, scratch: Path, *, cpus: float | None = None) -> Cluster:
@@ -101,6 +131,58 @@ class Cluster:
             ) from error
         return cluster
 
+    @classmethod
+    async def attach(
+        cls,
+        address: str,
+        scratch: Path,
+        resource: str | None = None,
+        *,
+        env: Mapping[str, str] | None = None,
+        secrets: Mapping[str, str] | None = None,
+    ) -> Cluster:
+        """Join the Ray cluster at `address` (GCS `host:port`), on one of whose nodes this process runs.
+
+        Whether a token is needed is the cluster's affair: Ray takes it from the environment. `scratch` takes
+        the logs of what is placed, on storage that all nodes see. `stop` ends what was placed and nothing
+        else. For `resource`, `env` and `secrets` see `Attached`. Raises RollhookError when the cluster cannot
+        be joined or has no such resource.
+        """
+        thread = ThreadPoolExecutor(1, thread_name_prefix="ray")
+        attached = Attached(address, resource, dict(env or {}), dict(secrets or {}))
+        try:
+            return await _await_thread(thread, lambda: cls._attach(scratch, attached, thread))
+        except BaseException:
+            thread.shutdown(wait=False)
+            raise
+
+    @classmethod
+    def _attach(cls, scratch: Path, attached: Attached, thread: ThreadPoolExecutor) -> Cluster:
+        scratch.mkdir(parents=True, exist_ok=True)
+        ray = _ray()
+        logging.getLogger("ray").setLevel(logging.ERROR)
+        _log_instead_of_printing()
+        _refresh_settings()
+        try:
+            ray.init(
+                address=attached.address,
+                log_to_driver=False,
+                configure_logging=False,
+                logging_level=logging.ERROR,
+            )
+        except Exception as error:
+            raise RollhookError(
+                f"the Ray cluster at {attached.address} cannot be joined from {socket.gethostname()}: "
+                f"{one_line(error)}; the driver must run on one of its nodes, with its Ray and its token"
+            ) from error
+        cluster = cls(scratch, None, thread, {}, attached)
+        try:
+            cluster._assert_room("the run")
+        except RollhookError:
+            ray.shutdown()
+            raise
+        return cluster
+
     async def place(
         self,
         target: str,
@@ -110,38 +192,89 @@ class Cluster:
         env: Mapping[str, str] | None = None,
         log: Path | None = None,
         calls: int = 1,
+        node: str | None = None,
     ) -> Remote:
         """Construct `module:Class` with `args` in a process of its own and return a handle to it.
 
         `env` is set before the module is imported; output is appended to `log`, by default
         `<scratch>/<name>.log`. Raises what the constructor raised, as `Remote.call` does. GPUs are whole or
         fractions, as Ray counts them; RollhookError for more than the cluster has. At most `calls` calls run
-        at once, each on a thread of its own.
+        at once, each on a thread of its own. What takes no GPU is spread over the nodes, unless `node` is
+        the address of the one to use.
         """
         log = log or self._scratch / f"{name}.log"
 
         def create() -> Any:
-            there = _ray().cluster_resources().get("GPU", 0) if gpus else 0
-            if gpus > there:  # Ray would wait for a machine that nobody adds
-                raise RollhookError(f"{name} needs {gpus:g} GPUs, and the cluster has {there:g}", kind="user")
-            options = {"num_cpus": 0, "num_gpus": gpus, "max_restarts": 0, "max_concurrency": calls}
+            self._assert_room(name, gpus, node)
+            options = self._options(gpus, node) | {"max_restarts": 0, "max_concurrency": calls}
             return _ray().remote(**options)(_Resident).remote(name, str(log))
 
         remote = Remote(self, name, log, await self._run(create))
         self._remotes.append(remote)
+        secrets = self._attached.secrets if self._attached is not None else {}
+        constructing = asyncio.ensure_future(
+            remote._ask("construct", target, args, dict(env or {}), dict(secrets))
+        )
         try:
-            await remote._ask("construct", target, args, dict(env or {}))
+            while not (await asyncio.wait({constructing}, timeout=ROOM_INTERVAL))[0]:
+                await self._run(lambda: self._assert_room(name, gpus, node))
+            remote.host = constructing.result()
         except BaseException:
+            constructing.cancel()
             await asyncio.shield(remote.stop())
             raise
         return remote
 
+    @property
+    def attached(self) -> bool:
+        """Whether it is a cluster of somebody else's, with nodes that are other machines."""
+        return self._attached is not None
+
+    def _options(self, gpus: float, node: str | None) -> dict[str, Any]:
+        """Return what Ray is asked for an actor."""
+        options: dict[str, Any] = {"num_cpus": 0, "num_gpus": gpus}
+        there = self._attached
+        if there is None:
+            return options
+        if there.resource is not None:
+            options["resources"] = {there.resource: SHARE}
+        else:  # none on a node without CPUs, such as a head that only keeps the books
+            options["num_cpus"] = SHARE
+        if node is not None:
+            options.setdefault("resources", {})[_of_node(node)] = SHARE
+        elif not gpus:
+            options["scheduling_strategy"] = "SPREAD"
+        env = dict(there.env)
+        if _ray().cluster_resources().get("GPU"):  # what takes no GPU may still use one, as on one machine
+            env["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+        return options | ({"runtime_env": {"env_vars": env}} if env else {})
+
+    def _assert_room(self, name: str, gpus: float = 0, node: str | None = None) -> None:
+        """Raise RollhookError where Ray would wait for a machine that nobody adds."""
+        there = _ray().cluster_resources()
+        if gpus > there.get("GPU", 0):
+            raise RollhookError(
+                f"{name} needs {gpus:g} GPUs, and the cluster has {there.get('GPU', 0):g}", kind="user"
+            )
+        if self._attached is None:
+            return
+        wanted = self._attached.resource
+        if wanted is not None and there.get(wanted, 0) < SHARE:
+            raise RollhookError(
+                f"{name} needs a node with the resource {wanted} (ROLLHOOK_WORKER_RESOURCE), and none of the "
+                f"Ray cluster at {self._attached.address} has it"
+            )
+        if node is not None and not there.get(_of_node(node)):
+            raise RollhookError(f"{name} needs node {node}, which has left the Ray cluster")
+
     async def stop(self) -> None:
-        """Stop what was placed, then Ray, and keep its logs in `scratch/ray`; safe to call twice."""
+        """Stop what was placed, then our own Ray, whose logs go to `scratch/ray`; safe to call twice."""
         if self._stopped:
             return
         self._stopped = True
         await asyncio.gather(*(r.release() for r in list(self._remotes)))
+        if self._attached is not None:
+            await asyncio.gather(*(r.stop() for r in list(self._remotes)))
         await self._run(self._stop)
         self._thread.shutdown(wait=False)
 
@@ -150,6 +283,8 @@ class Cluster:
         self._clean()
 
     def _clean(self) -> None:
+        if self._temp is None:
+            return
         logs, kept = self._temp / "session_latest" / "logs", self._scratch / "ray"
         try:
             if logs.is_dir():
@@ -174,6 +309,8 @@ class Remote:
         self._cluster = cluster
         self.name = name
         self.log = log
+        #: address of its node, once it is constructed
+        self.host = ""
         self._actor = actor
 
     async def call(self, method: str, *args: Any, **keys: Any) -> Any:
@@ -200,8 +337,10 @@ class Remote:
         try:
             reply = await asyncio.wrap_future(reference.future())
         except ray.exceptions.RayActorError as error:
+            where = f" on node {self.host}" if self._cluster.attached else ""
+            last = tail(self.log) or "nothing"
             raise ProcessDiedError(
-                f"the process of {self.name} died; its log {self.log} ends: {tail(self.log) or 'nothing'}"
+                f"the process of {self.name}{where} died; its log {self.log} ends: {last}"
             ) from error
         if isinstance(reply, Failure):
             raise reply.to_error(self.log)
@@ -221,13 +360,25 @@ class _Resident:
     def __init__(self, name: str, log: str) -> None:
         self._name = name
         self._object: Any = None
-        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._log = log
+        self._unseen: OSError | None = None
+        try:
+            output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        except OSError as error:
+            self._unseen = error
+            return
         sys.stdout.flush()
         sys.stderr.flush()
         os.dup2(output, 1)
         os.dup2(output, 2)
 
-    def construct(self, target: str, args: Sequence[Any], env: Mapping[str, str]) -> Any:
+    def construct(
+        self, target: str, args: Sequence[Any], env: Mapping[str, str], secrets: Mapping[str, str]
+    ) -> Any:
+        for variable, reference in secrets.items():
+            secret = Secret.parse(reference)
+            if variable not in os.environ and not secret.absent():  # who uses an absent one says so
+                os.environ[variable] = secret.resolve().get_secret_value()
         os.environ.update(env)
         return self._guard("construct", lambda: self._construct(target, args))
 
@@ -238,9 +389,16 @@ class _Resident:
         close = getattr(self._object, "close", None)
         return self._guard("close", close) if close is not None else None
 
-    def _construct(self, target: str, args: Sequence[Any]) -> None:
+    def _construct(self, target: str, args: Sequence[Any]) -> str:
+        if self._unseen is not None:
+            raise RollhookError(
+                f"node {node_address()} cannot write {self._log} ({self._unseen.strerror}): "
+                "storage.root must be a directory that all nodes of the cluster see",
+                kind="user",
+            )
         module, _, name = target.partition(":")
         self._object = getattr(importlib.import_module(module), name)(*args)
+        return node_address()
 
     def _guard(self, method: str, function: Callable[[], Any]) -> Any:
         try:
@@ -254,6 +412,11 @@ class _Resident:
 def node_address() -> str:
     """Return the address of this node, called on it: where other nodes of the cluster reach it."""
     return str(_ray().util.get_node_ip_address())
+
+
+def _of_node(address: str) -> str:
+    """Return the resource that Ray gives to the node with this address, and to no other."""
+    return f"node:{address}"
 
 
 def tail(log: Path, size: int = 2000) -> str:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from rollhook.cluster import Cluster, Remote
 
 STOP_GRACE_SECONDS = 5.0
+#: where a server listens when all that asks it is on its machine, and when it is not: at its node's address
+LOOPBACK, NODE = "127.0.0.1", "{host}"
 _LIBC = ctypes.CDLL(None)  # here, because nothing may be imported between fork and exec
 
 
@@ -29,23 +31,31 @@ class ProcessDiedError(RollhookError):
 class ClusterPlacement:
     """`rollhook.engine.Placement` on a cluster: every process is owned by an actor and dies with it."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, address: str = LOOPBACK) -> None:
         self._cluster = cluster
+        self.address = address
         self._ports: set[int] = set()
 
     async def start_process(
-        self, name: str, argv: Sequence[str], *, env: Mapping[str, str], log: Path, gpus: float = 0
+        self,
+        name: str,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        log: Path,
+        gpus: float = 0,
+        node: str | None = None,
     ) -> RemoteProcess:
         """Start a program, its output appended to `log`."""
-        process = RemoteProcess(self._cluster, name, list(argv), dict(env), log, gpus)
+        process = RemoteProcess(self._cluster, name, list(argv), dict(env), log, gpus, node)
         await process.restart()
         return process
 
     def free_port(self) -> int:
-        """Return a port of this machine that is free now and was not returned before."""
+        """Return a port that is free on this machine, if not on others, and was not returned before."""
         while True:
             with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
+                probe.bind((LOOPBACK, 0))
                 port: int = probe.getsockname()[1]
             if port not in self._ports:
                 self._ports.add(port)
@@ -56,19 +66,29 @@ class RemoteProcess:
     """`rollhook.engine.base.Process` behind an actor."""
 
     def __init__(
-        self, cluster: Cluster, name: str, argv: list[str], env: dict[str, str], log: Path, gpus: float
+        self,
+        cluster: Cluster,
+        name: str,
+        argv: list[str],
+        env: dict[str, str],
+        log: Path,
+        gpus: float,
+        node: str | None,
     ) -> None:
         self._cluster = cluster
+        self._node = node
         self._place = (name, argv, env, log, gpus)
         self._remote: Remote | None = None
 
     async def restart(self) -> None:
-        """Kill it if it lives and start it anew, also where its actor has died."""
+        """Kill it if it lives and start it anew on its node, also where its actor has died."""
         await self.stop()
         name, argv, env, log, gpus = self._place
         self._remote = await self._cluster.place(
-            "rollhook.processes:ChildProcess", argv, env, str(log), name=name, gpus=gpus
+            "rollhook.processes:ChildProcess", argv, env, str(log), name=name, gpus=gpus, node=self._node
         )
+        if self._cluster.attached:
+            self._node = self._remote.host
 
     async def stop(self) -> None:
         """Terminate, then kill after five seconds; safe to call twice."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from rollhook.component import BuildContext
+from rollhook.errors import Unsupported
 
 if TYPE_CHECKING:
     from rollhook.router import Worker
@@ -80,12 +81,23 @@ class Process(Protocol):
 class Placement(Protocol):
     """Where an engine may start processes; supplied by `rollhook.cluster` (Ray) or by a test."""
 
+    @property
+    def address(self) -> str:
+        """Where a server should listen: loopback on one machine, else `{host}`."""
+
     async def start_process(
-        self, name: str, argv: Sequence[str], *, env: Mapping[str, str], log: Path, gpus: float = 0
+        self,
+        name: str,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        log: Path,
+        gpus: float = 0,
+        node: str | None = None,
     ) -> Process:
         """Start a program on a node of the run, its output appended to `log`.
 
-        `{host}` in an argument becomes the address of that node.
+        `{host}` in an argument becomes the address of that node; `node` is the address of the one to use.
         """
 
     def free_port(self) -> int:
@@ -101,6 +113,15 @@ class Engine(ABC):
     def __init__(self, config: Any, context: BuildContext) -> None:
         self.config = config
         self.context = context
+
+    @classmethod
+    def options(cls, config: Any) -> Sequence[str]:
+        """Return a server's own arguments, without weights, addresses and ranks of processes.
+
+        They are for a framework that starts the servers itself (`rollhook.trainer.HostedTrainer`). Raises
+        Unsupported where it would have to do without them.
+        """
+        raise Unsupported("this engine is started by Rollhook only, not by a trainer that hosts it")
 
     @abstractmethod
     async def start(self, placement: Placement, model_dir: Path, weight_version: int) -> Sequence[Worker]:

@@ -16,8 +16,17 @@ LOOPBACK = "127.0.0.1"
 class LocalPlacement:
     """Starts processes as children of this one; for engines' tests without a cluster."""
 
+    address = LOOPBACK
+
     async def start_process(
-        self, name: str, argv: Sequence[str], *, env: Mapping[str, str], log: Path, gpus: float = 0
+        self,
+        name: str,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        log: Path,
+        gpus: float = 0,
+        node: str | None = None,
     ) -> Process:
         """Start a program here."""
         process = LocalProcess(argv, env, log)

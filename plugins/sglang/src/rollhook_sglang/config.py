@@ -197,8 +197,11 @@ class SGLangConfig(Config):
     ] = None
     host: Annotated[
         str,
-        Field(description="address to listen on; node: that of the node, which servers across nodes need"),
-    ] = "127.0.0.1"
+        Field(
+            description="address to listen on; node: that of the node, which servers across nodes need; "
+            "auto: loopback on one machine, node on a cluster"
+        ),
+    ] = "auto"
 
     context_length: Annotated[PositiveInt | None, Field(description="tokens of prompt and reply")] = None
     mem_fraction_static: Annotated[

@@ -21,6 +21,8 @@ POLL_SECONDS = 0.5
 #: seconds of one try to have a token generated; SGLang itself gives up after 20
 GENERATE_SECONDS = 25.0
 PORTS_TRIED = 3
+#: what the placement replaces in an argument with the address of the process's node
+NODE = "{host}"
 TAIL_BYTES = 3000
 #: a server's log is cut when it is larger
 LOG_BYTES = 256 * 1024**2
@@ -68,9 +70,11 @@ class Server:
         raise AssertionError("unreachable")
 
     async def restart(self, model_dir: Path, weight_version: int) -> None:
-        """Stop what is left of it and start it anew on its port; EngineError as from `start`."""
+        """Stop what is left of it and start it anew on its node and port; EngineError as from `start`."""
         await self.stop()
-        await self._start(int(self.worker.url.rpartition(":")[2]), model_dir, weight_version)
+        address, _, port = self.worker.url.removeprefix("http://").rpartition(":")
+        node = address.strip("[]") if self._host() == NODE else None
+        await self._start(int(port), model_dir, weight_version, node)
 
     async def stop(self) -> None:
         """End its processes; safe to call twice."""
@@ -95,10 +99,10 @@ class Server:
             if _size(log) > LOG_BYTES:
                 await asyncio.to_thread(_rotate, log)
 
-    async def _start(self, port: int, model_dir: Path, weight_version: int) -> None:
+    async def _start(self, port: int, model_dir: Path, weight_version: int, node: str | None = None) -> None:
         marks = [(log, _size(log)) for log in self._logs()]
         try:
-            await self._placed(port, model_dir, weight_version)
+            await self._placed(port, model_dir, weight_version, node)
             await self._until_it_generates(marks)
             await self._check(weight_version)
         except BaseException:
@@ -106,11 +110,11 @@ class Server:
                 await asyncio.shield(self.stop())
             raise
 
-    async def _placed(self, port: int, model_dir: Path, weight_version: int) -> None:
+    async def _placed(self, port: int, model_dir: Path, weight_version: int, node: str | None) -> None:
         """Start the processes. Raises EngineError when the cluster has no room for them in time."""
         try:
             async with asyncio.timeout(self._config.start_timeout):
-                await self._start_processes(port, model_dir, weight_version)
+                await self._start_processes(port, model_dir, weight_version, node)
         except TimeoutError:
             gpus, nodes = self._config.gpus_needed / self._config.nnodes, self._config.nnodes
             raise EngineError(
@@ -118,10 +122,17 @@ class Server:
                 f" {self._config.start_timeout:g} s (engine.start_timeout)"
             ) from None
 
-    async def _start_processes(self, port: int, model_dir: Path, weight_version: int) -> None:
-        """Start the process of each node; the first one says where the others find it."""
+    def _host(self) -> str:
+        """Return the address to listen on; NODE for that of the process's node."""
+        host = self._config.host
+        return {"auto": self._placement.address, "node": NODE}.get(host, host)
+
+    async def _start_processes(
+        self, port: int, model_dir: Path, weight_version: int, node: str | None
+    ) -> None:
+        """Start the process of each node, the first one on `node`; that says where the others find it."""
         config = self._config
-        host = "{host}" if config.host == "node" else config.host
+        host = self._host()
         first = f"{{host}}:{self._placement.free_port()}" if config.nnodes > 1 else None
         for rank, log in enumerate(self._logs()):
             on = port if rank == 0 else self._placement.free_port()
@@ -132,10 +143,11 @@ class Server:
                 env=ENVIRONMENT | config.env,
                 log=log,
                 gpus=config.gpus_needed / config.nnodes,
+                node=node if rank == 0 else None,
             )
             self._processes.append(process)
             if rank == 0:
-                address = await process.host() if config.host == "node" else config.host
+                address = await process.host() if host == NODE else host
                 self.worker = Worker(f"http://{_in_url(address)}:{port}")
                 first = first and first.replace("{host}", _in_url(address))
 

@@ -54,7 +54,13 @@ class EngineConfig(Config):
     context_length: Annotated[
         PositiveInt | None, Field(description="tokens of prompt and reply; default: the model's own")
     ] = None
-    host: Annotated[str, Field(description="address to listen on")] = "127.0.0.1"
+    host: Annotated[
+        str,
+        Field(
+            description="address to listen on; node: that of the node; auto: loopback on one machine, "
+            "node on a cluster"
+        ),
+    ] = "auto"
     start_timeout: Annotated[PositiveFloat, Field(description="seconds until a server must be healthy")] = 180
 
 

@@ -19,6 +19,8 @@ from rollhook_torch.config import EngineConfig
 
 POLL_SECONDS = 0.1
 STARTS_PER_PROCESS = 3
+#: what the placement replaces in an argument with the address of the process's node
+NODE = "{host}"
 
 
 class TransformersEngine(Engine):
@@ -55,8 +57,9 @@ class TransformersEngine(Engine):
             return False
         log = self._logs[worker]
         await process.stop()
-        port = int(worker.url.rpartition(":")[2])
-        await self._start_on(worker, port, log, model_dir, weight_version)
+        host, _, port = worker.url.removeprefix("http://").rpartition(":")
+        node = host.strip("[]") if self._host() == NODE else None
+        await self._start_on(int(port), log, model_dir, weight_version, node)
         return True
 
     async def _start(self, index: int, model_dir: Path, weight_version: int) -> Worker:
@@ -64,19 +67,16 @@ class TransformersEngine(Engine):
         log = self.context.scratch / f"engine-{index}.log"
         for attempt in range(STARTS_PER_PROCESS):
             port = self._placement.free_port()
-            worker = Worker(f"http://{self.config.host}:{port}")
             try:
-                await self._start_on(worker, port, log, model_dir, weight_version)
+                return await self._start_on(port, log, model_dir, weight_version)
             except PortTakenError:
                 if attempt + 1 == STARTS_PER_PROCESS:
                     raise
-                continue
-            return worker
         raise AssertionError("unreachable")
 
     async def _start_on(
-        self, worker: Worker, port: int, log: Path, model_dir: Path, weight_version: int
-    ) -> None:
+        self, port: int, log: Path, model_dir: Path, weight_version: int, node: str | None = None
+    ) -> Worker:
         assert self._placement is not None
         offset = _size(log)
         process = await self._placement.start_process(
@@ -85,7 +85,10 @@ class TransformersEngine(Engine):
             env=quiet.ENVIRONMENT,
             log=log,
             gpus=self.config.gpus,
+            node=node,
         )
+        host = await process.host() if self._host() == NODE else self._host()
+        worker = Worker(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
         self._processes[worker] = process
         self._logs[worker] = log
         try:
@@ -95,6 +98,12 @@ class TransformersEngine(Engine):
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.shield(process.stop())
             raise
+        return worker
+
+    def _host(self) -> str:
+        """Return the address to listen on; NODE for that of the process's node."""
+        assert self._placement is not None
+        return {"auto": self._placement.address, "node": NODE}.get(self.config.host, self.config.host)
 
     async def _until_healthy(self, worker: Worker, process: Process, log: Path, offset: int) -> None:
         import aiohttp
@@ -123,7 +132,7 @@ class TransformersEngine(Engine):
         config = self.config
         threads = config.threads or max(1, (os.cpu_count() or 1) // config.processes)
         argv = [sys.executable, "-m", "rollhook_torch.server", "--model", str(model_dir)]
-        argv += ["--host", config.host, "--port", str(port), "--weight-version", str(weight_version)]
+        argv += ["--host", self._host(), "--port", str(port), "--weight-version", str(weight_version)]
         argv += ["--threads", str(threads), "--dtype", config.dtype, "--device", config.device]
         argv += ["--max-batch", str(config.max_batch), "--prefill-tokens", str(config.prefill_tokens)]
         argv += ["--prefix-cache-bytes", str(config.prefix_cache_bytes)]
