@@ -121,7 +121,7 @@ def request(config: RayLauncherConfig, job: Job) -> dict[str, Any]:
         runtime["working_dir"] = UPLOADED
     found: dict[str, Any] = {
         "submission_id": job.id,
-        "entrypoint": f"{_assignment(job.directory)} exec bash {shlex.quote(path)}",
+        "entrypoint": shlex.join(["exec", "env", mark(job.directory), "bash", path]),
         "entrypoint_num_cpus": driver_cpus(config, job),
         "entrypoint_resources": driver_resources(config, job),
         "runtime_env": runtime,
@@ -198,11 +198,6 @@ def _small(name: str, text: str, resources: Mapping[str, float]) -> dict[str, An
         "entrypoint_num_cpus": 0,
         "entrypoint_resources": dict(resources),
     }
-
-
-def _assignment(directory: str) -> str:
-    name, _, value = mark(directory).partition("=")
-    return f"{name}={shlex.quote(value)}"
 
 
 def _json(value: Any) -> str:
