@@ -1,0 +1,583 @@
+"""What runs on each node of a Slurm job: Ray is started, waited for, used by the driver, and ended.
+
+Delivered beside the job and run by the node's own Python, so it needs the standard library only. All nodes
+see one directory, `up`, and tell each other there: `head.json` (where the head listens), `nodes/NAME.at` and
+`nodes/NAME.failed` (how far a node is, why it cannot join), `stop` and `drain` (the job is to stop), `ended`
+(the driver has). It is listed rather than looked into, as NFS remembers for a while that a file was not there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import ipaddress
+import json
+import os
+import re
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+POLL = 0.25
+#: offsets in a node's block of ports: 0 is its claim, the workers begin at 20
+PORTS = {
+    "node-manager-port": 2,
+    "object-manager-port": 3,
+    "runtime-env-agent-port": 4,
+    "dashboard-agent-listen-port": 5,
+    "dashboard-agent-grpc-port": 6,
+    "metrics-export-port": 7,
+}
+HEAD_PORTS = {"ray-client-server-port": 8, "dashboard-port": 9}
+GCS, WORKERS = 1, 20
+START_SECONDS = 90.0
+LOST_SECONDS = 90.0
+WORKER = "worker_node"
+
+#: prints the nodes of the cluster as JSON, a line each second until its input ends
+WATCH = """
+import json, select, sys, ray
+ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
+while True:
+    print(json.dumps([[n["NodeName"], n["Resources"]] for n in ray.nodes() if n["Alive"]]), flush=True)
+    if select.select([0], [], [], 1)[0]:
+        break
+"""
+
+
+class NodeError(Exception):
+    """The node's part cannot be done; the text is one sentence."""
+
+
+class StoppedError(Exception):
+    """The job was told to stop before its driver ran."""
+
+
+class Node:
+    """One node's part: `settings` as rendered, the rest from the environment that node.sh leaves."""
+
+    def __init__(self, settings: dict[str, Any], environ: dict[str, str]) -> None:
+        self.settings = settings
+        self.environ = environ
+        self.name = environ["ROLLHOOK_SLURM_NODE"]
+        self.index = int(environ["ROLLHOOK_SLURM_INDEX"])
+        self.job = int(environ["ROLLHOOK_SLURM_JOB"])
+        self.directory = Path(environ["ROLLHOOK_JOB_DIR"])
+        self.up = self.directory / "slurm" / "up"
+        self.temp = Path(settings["temp_dir"]) / f"rh-{self.job}-{self.name[-24:]}"
+        self.started = time.monotonic()
+        self.cancelled = False
+        self.claim: socket.socket | None = None
+        self.block = 0
+
+    # what is said, and to whom
+
+    def say(self, text: str) -> None:
+        """Print a line with the time; it lands in this node's log."""
+        print(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} {self.name}: {text}", flush=True)  # noqa: T201
+
+    def phase(self, text: str) -> None:
+        """Say it, and note when."""
+        self.say(text)
+        with (self.up / "phases.tsv").open("a") as file:
+            file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')}\t{text}\n")
+
+    def write(self, name: str, text: str) -> None:
+        """Write a file of `up` at once."""
+        path = self.up / name
+        part = path.with_name(f".{path.name}.{self.name}.tmp")
+        part.write_text(text)
+        part.replace(path)
+
+    def there(self, name: str) -> bool:
+        """Whether a file of `up` is there."""
+        return name in os.listdir(self.up)
+
+    def told(self) -> str:
+        """Return `cancel`, `stop` or `drain` where the job was told so, or an empty string."""
+        if self.cancelled:
+            return "cancel"
+        names = os.listdir(self.up)
+        return "stop" if "stop" in names else "drain" if "drain" in names else ""
+
+    # address and ports
+
+    def address(self) -> str:
+        """Return the address of this node in the wanted network. Raises NodeError."""
+        network, mine = self.settings["network"], local_addresses()
+        if network is None:
+            return outward_address() or next((a for a in mine if not a.startswith("127.")), "127.0.0.1")
+        for each in mine:
+            if in_network(each, network):
+                return each
+        raise NodeError(
+            f"no address of {self.name} is in launcher.network {network}; it has {', '.join(mine) or 'none'}"
+        )
+
+    def claim_ports(self) -> None:
+        """Take a block of ports that no other node of this host has, held while this process lives.
+
+        Listening on its first port is the claim: it is exclusive where Ray's ports are, in one network
+        namespace. Jobs and nodes begin to look at different blocks. Raises NodeError.
+        """
+        self.release_ports()
+        first, width = self.settings["first_port"], self.settings["ports_per_node"]
+        slots = (self.settings["last_port"] - first + 1) // width
+        begin = (self.job * 7 + self.index) % slots
+        for slot in range(slots):
+            block = first + (begin + slot) % slots * width
+            claim = socket.socket()
+            try:
+                claim.bind(("", block))
+                claim.listen(1)
+                for offset in range(1, WORKERS):
+                    with contextlib.closing(socket.socket()) as probe:
+                        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                        probe.bind(("", block + offset))
+            except OSError:
+                claim.close()
+                continue
+            self.claim, self.block = claim, block
+            return
+        raise NodeError(
+            f"all {slots} blocks of {width} ports from {first} are in use on {self.name}; "
+            f"change launcher.first_port, last_port or ports_per_node"
+        )
+
+    def release_ports(self) -> None:
+        """Give the block back."""
+        if self.claim is not None:
+            self.claim.close()
+            self.claim = None
+
+    # Ray
+
+    def ray_arguments(self, *, head: bool) -> list[str]:
+        """Return the arguments of `ray start` that are the same in both strategies."""
+        settings, block = self.settings, self.block
+        plain = head and settings["dedicated_head"]
+        cpus = settings["cpus_per_node"] or self.environ.get("ROLLHOOK_SLURM_CPUS") or os.cpu_count()
+        ports = PORTS | HEAD_PORTS if head else PORTS
+        arguments = [
+            f"--num-cpus={0 if plain else cpus}",
+            f"--num-gpus={0 if plain else settings['gpus_per_node']}",
+            f"--node-name={self.name}",
+            f"--temp-dir={self.temp}",
+            *(f"--{name}={block + offset}" for name, offset in ports.items()),
+            f"--min-worker-port={block + WORKERS}",
+            f"--max-worker-port={block + settings['ports_per_node'] - 1}",
+            "--disable-usage-stats",
+        ]
+        if head:
+            arguments.append("--include-dashboard=false")
+        if settings["dedicated_head"] and not head:
+            arguments.append(f"--resources={json.dumps({WORKER: 1000})}")
+        if settings["object_store_bytes"] is not None:
+            arguments.append(f"--object-store-memory={settings['object_store_bytes']}")
+        return [*arguments, *settings["ray_args"]]
+
+    def start(self, argv: list[str], stdout: int | None = None) -> subprocess.Popen[bytes]:
+        """Start a program in a session of its own, which ends when this process does. Raises NodeError."""
+        try:
+            return subprocess.Popen(
+                argv, stdin=subprocess.PIPE, stdout=stdout, env=self.environ, start_new_session=True,
+                preexec_fn=die_with_parent,  # noqa: PLW1509 - there are no threads here
+            )  # fmt: skip
+        except FileNotFoundError:
+            raise NodeError(
+                f"there is no `{argv[0]}` on PATH of {self.name}; activate its environment in launcher.setup"
+            ) from None
+
+    def end(self, process: subprocess.Popen[bytes], seconds: float = 20.0, *, gently: bool = False) -> None:
+        """End what `start` started: by the end of its input or TERM, and KILL to its group after a while."""
+        if process.stdin is not None:
+            process.stdin.close()
+        if process.poll() is None:
+            if not gently:
+                process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(seconds)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+    def keep_logs(self) -> None:
+        """Move Ray's logs of this node into the job's directory and remove its local files."""
+        logs = self.temp / "session_latest" / "logs"
+        with contextlib.suppress(OSError, shutil.Error):
+            if logs.is_dir():
+                shutil.copytree(
+                    logs.resolve(), self.directory / "logs" / "ray" / self.name,
+                    dirs_exist_ok=True, ignore_dangling_symlinks=True,
+                )  # fmt: skip
+        shutil.rmtree(self.temp, ignore_errors=True)
+
+    def check_gpus(self) -> None:
+        """Raise NodeError where the node shows fewer GPUs than the job was given."""
+        wanted = self.settings["gpus_per_node"]
+        if not wanted or shutil.which("nvidia-smi") is None:
+            return
+        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+        seen = sum(line.startswith("GPU ") for line in done.stdout.splitlines())
+        if seen < wanted:
+            raise NodeError(f"{self.name} shows {seen} of {wanted} GPUs (nvidia-smi -L)")
+
+    # the head
+
+    def head(self) -> int:
+        """Start the head, wait for all, run the driver; returns its exit code."""
+        deadline = self.started + self.settings["join_seconds"]
+        ray, address = self.start_head(deadline)
+        try:
+            self.wait_for_nodes(ray, address, deadline)
+            return self.drive(address, ray)
+        finally:
+            self.write("ended", "")
+            self.end(ray)
+            self.release_ports()
+            self.keep_logs()
+
+    def start_head(self, deadline: float) -> tuple[subprocess.Popen[bytes], str]:
+        """Return Ray's head once it listens, and its address. Raises NodeError after the retries."""
+        self.check_gpus()
+        ip = self.address()
+        for left in range(self.settings["head_retries"], -1, -1):
+            self.claim_ports()
+            port = self.block + GCS
+            ray = self.start(
+                ["ray", "start", "--head", f"--node-ip-address={ip}", f"--port={port}", "--block",
+                 "--log-color=false", *self.ray_arguments(head=True)]
+            )  # fmt: skip
+            limit = min(deadline, time.monotonic() + START_SECONDS)
+            while ray.poll() is None and time.monotonic() < limit and not self.told():
+                if reachable(ip, port):
+                    self.write("head.json", json.dumps({"node": self.name, "address": ip, "port": port}))
+                    self.phase(f"head listens on {ip}:{port}")
+                    return ray, f"{ip}:{port}"
+                time.sleep(POLL)
+            code = ray.poll()
+            self.end(ray)
+            if self.told():
+                raise StoppedError
+            why = "did not listen in time" if code is None else f"ended with exit code {code}"
+            self.say(f"Ray's head {why}; {left} tries left")
+        self.keep_logs()
+        raise NodeError(
+            f"Ray's head did not start on {self.name} ({why}); "
+            f"see {self.directory}/logs/nodes/{self.name}.log"
+        )
+
+    def wait_for_nodes(self, ray: subprocess.Popen[bytes], address: str, deadline: float) -> None:
+        """Return when every node and GPU is in the cluster. Raises NodeError naming who is missing."""
+        nodes = self.settings["nodes"]
+        gpus = self.settings["gpus_per_node"] * (nodes - bool(self.settings["dedicated_head"]))
+        watch = self.start(["python3", "-c", WATCH, address], subprocess.PIPE)
+        seen: dict[str, dict[str, float]] = {}
+        said = ""
+        try:
+            for line in lines(watch):
+                if line:
+                    seen = dict(json.loads(line))
+                there = sum(each.get("GPU", 0) for each in seen.values())
+                now = f"{len(seen)} of {nodes} nodes, {there:g} of {gpus} GPUs"
+                if now != said and seen:
+                    self.phase(now)
+                    self.write("progress", now)
+                    said = now
+                if len(seen) >= nodes and there >= gpus:
+                    return
+                if self.told():
+                    raise StoppedError
+                if ray.poll() is not None:
+                    raise NodeError(
+                        f"Ray's head on {self.name} ended with exit code {ray.returncode} in the bring-up"
+                    )
+                if watch.poll() is not None:
+                    raise NodeError(f"the nodes of {address} could not be listed; see the log of {self.name}")
+                failed = sorted(path.stem for path in (self.up / "nodes").glob("*.failed"))
+                over = self.there("workers-ended")
+                if failed or over or time.monotonic() > deadline:
+                    raise NodeError(self.missing(now, seen, over=over))
+            raise NodeError(f"the nodes of {address} could not be listed; see the log of {self.name}")
+        finally:
+            self.end(watch, 5.0, gently=True)
+
+    def missing(self, now: str, seen: dict[str, dict[str, float]], *, over: bool) -> str:
+        """Return who is missing, and why as far as it is known."""
+        said = []
+        wanted = self.settings["gpus_per_node"]
+        for name in sorted(self.environ.get("ROLLHOOK_SLURM_NODES", "").split()):
+            failed, waiting = self.up / "nodes" / f"{name}.failed", self.up / "nodes" / f"{name}.at"
+            if failed.exists():
+                said.append(f"{name} ({failed.read_text().strip()})")
+            elif name not in seen and waiting.exists():
+                said.append(f"{name} ({waiting.read_text().strip()})")
+            elif name not in seen:
+                said.append(f"{name} (its step has not begun: no word from it in logs/nodes/{name}.log)")
+            elif seen[name].get("GPU", 0) < wanted and not (
+                self.settings["dedicated_head"] and name == self.name
+            ):
+                said.append(f"{name} ({seen[name].get('GPU', 0):g} of {wanted} GPUs)")
+        waited = (
+            "the step of the other nodes has ended" if over else f"{time.monotonic() - self.started:.0f} s"
+        )
+        return f"only {now} after {waited}; missing: {', '.join(said) or 'unknown'}"
+
+    def drive(self, address: str, ray: subprocess.Popen[bytes]) -> int:
+        """Run the job's script with RAY_ADDRESS, hand on what the job is told, and return its exit code."""
+        if self.settings["dedicated_head"]:
+            self.environ["ROLLHOOK_WORKER_RESOURCE"] = WORKER
+        self.write("ready", "")
+        self.phase("driver begins")
+        script = Path(self.environ["ROLLHOOK_JOB_FILES"]) / "job.sh"
+        driver = subprocess.Popen(
+            ["bash", str(script)], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,  # it keeps its log itself
+            env=self.environ | {"RAY_ADDRESS": address}, start_new_session=True,
+        )  # fmt: skip
+        handed, ray_ended = "", 0.0
+        while driver.poll() is None:
+            told = self.told()
+            if told and told != handed:
+                handed = told
+                number = {"stop": signal.SIGINT, "drain": signal.SIGUSR1, "cancel": signal.SIGTERM}[told]
+                self.phase(f"told to {told}")
+                driver.send_signal(number)
+            if ray.poll() is not None and not ray_ended:
+                ray_ended = time.monotonic()
+                self.phase(f"Ray's head ended with exit code {ray.returncode}")
+                self.write("failure", f"Ray's head on {self.name} ended with exit code {ray.returncode}\n")
+            if ray_ended and time.monotonic() > ray_ended + LOST_SECONDS and not handed:
+                handed = "cancel"
+                driver.terminate()
+            time.sleep(POLL)
+        self.phase(f"driver ended with exit code {driver.returncode}")
+        return driver.returncode if driver.returncode >= 0 else 128 - driver.returncode
+
+    # the others
+
+    def worker(self) -> int:
+        """Join the head, and leave when the driver has ended; joins again a bounded number of times."""
+        self.check_gpus()
+        ip, deadline = self.address(), self.started + self.settings["join_seconds"]
+        found = self.find_head(deadline)
+        if found is None:
+            return 0
+        head, port = found
+        self.claim_ports()
+        tries = self.settings["worker_retries"] + 1
+        for number in range(1, tries + 1):
+            self.at(f"joining {head}:{port} from {ip}, try {number} of {tries}")
+            ray = self.start(
+                ["ray", "start", f"--address={head}:{port}", f"--node-ip-address={ip}", "--block",
+                 "--log-color=false", *self.ray_arguments(head=False)]
+            )  # fmt: skip
+            try:
+                if self.stay(ray, head, port):
+                    return 0
+            finally:
+                self.end(ray)
+                self.keep_logs()
+            self.say(f"Ray ended with exit code {ray.returncode}")
+            if not self.pause(min(10.0, 0.5 * 2**number)):
+                return 0
+            self.claim_ports()
+        raise NodeError(f"Ray on {self.name} ended {tries} times, last with exit code {ray.returncode}")
+
+    def at(self, text: str) -> None:
+        """Say how far this node is; the head quotes it if the node never joins."""
+        self.say(text)
+        self.write(f"nodes/{self.name}.at", text)
+
+    def find_head(self, deadline: float) -> tuple[str, int] | None:
+        """Return where the head listens, once it can be reached; None when the job is over before."""
+        self.at("waits for the head to listen")
+        while not self.there("head.json"):
+            if self.over():
+                return None
+            if time.monotonic() > deadline:
+                raise NodeError(f"the head did not listen within {self.settings['join_seconds']:g} s")
+            time.sleep(POLL)
+        head = json.loads((self.up / "head.json").read_text())
+        address, port = str(head["address"]), int(head["port"])
+        limit = min(deadline, time.monotonic() + START_SECONDS)
+        while not reachable(address, port):
+            if self.over():
+                return None
+            self.at(f"cannot reach the head at {address}:{port} yet")
+            if time.monotonic() > limit:
+                raise NodeError(
+                    f"{self.name} cannot reach the head {head['node']} at {address}:{port}; "
+                    f"choose the network that both are in with launcher.network ({self.name} has "
+                    f"{', '.join(local_addresses())}), or open the ports from "
+                    f"{self.settings['first_port']} to {self.settings['last_port']}"
+                )
+            time.sleep(1)
+        return address, port
+
+    def stay(self, ray: subprocess.Popen[bytes], head: str, port: int) -> bool:
+        """Return whether the job is over, else Ray has ended here. Raises NodeError without a head."""
+        seen = time.monotonic()
+        while ray.poll() is None:
+            if self.over():
+                return True
+            if reachable(head, port):
+                seen = time.monotonic()
+            elif time.monotonic() > seen + LOST_SECONDS:
+                raise NodeError(
+                    f"{self.name} has not reached the head at {head}:{port} for {LOST_SECONDS:g} s"
+                )
+            time.sleep(4 * POLL)
+        return self.over()
+
+    def over(self) -> bool:
+        """Whether the driver has ended, or this node's step is being cancelled."""
+        return self.cancelled or self.there("ended")
+
+    def pause(self, seconds: float) -> bool:
+        """Wait; False when the job is over meanwhile."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            if self.over():
+                return False
+            time.sleep(POLL)
+        return True
+
+    # ray symmetric-run
+
+    def symmetric(self) -> int:
+        """Run `ray symmetric-run`, the same on every node; returns its exit code."""
+        deadline, first = self.started + self.settings["join_seconds"], self.index == 0
+        self.check_gpus()
+        self.claim_ports()
+        if first:
+            head, port = self.address(), self.block + GCS
+            self.write("head.json", json.dumps({"node": self.name, "address": head, "port": port}))
+        else:
+            while not self.there("head.json"):
+                if time.monotonic() > deadline:
+                    raise NodeError("the first node did not say where the head is to be")
+                time.sleep(POLL)
+            data = json.loads((self.up / "head.json").read_text())
+            head, port = str(data["address"]), int(data["port"])
+        script = Path(self.environ["ROLLHOOK_JOB_FILES"]) / "job.sh"
+        run = 'echo $$ > "$1/job.pid"; : > "$1/ready"; export RAY_ADDRESS=$2; exec bash "$3"'
+        nodes = str(self.settings["nodes"])
+        self.environ["RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT"] = str(int(self.settings["join_seconds"]))
+        process = self.start(
+            ["ray", "symmetric-run", "--address", f"{head}:{port}", "--min-nodes", nodes,
+             *self.ray_arguments(head=first), "--", "bash", "-c", run, "bash", str(self.up), f"{head}:{port}",
+             str(script)]
+        )  # fmt: skip
+        handed = ""
+        try:
+            while process.poll() is None:
+                told = self.told()
+                if first and told and told != handed and self.there("job.pid"):
+                    handed = told
+                    number = {"stop": signal.SIGINT, "drain": signal.SIGUSR1, "cancel": signal.SIGTERM}[told]
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(int((self.up / "job.pid").read_text()), number)
+                elif told and not self.there("job.pid"):
+                    raise StoppedError
+                time.sleep(POLL)
+            return process.returncode
+        finally:
+            self.end(process)
+            self.release_ports()
+            self.keep_logs()
+
+
+def lines(process: subprocess.Popen[bytes]) -> Iterator[str]:
+    """Yield the lines of a program's output, and an empty one each quarter of a second without."""
+    assert process.stdout is not None
+    fd, rest = process.stdout.fileno(), b""
+    while True:
+        if not select.select([fd], [], [], POLL)[0]:
+            yield ""
+            continue
+        data = os.read(fd, 1 << 16)
+        if not data:
+            return
+        *whole, rest = (rest + data).split(b"\n")
+        for line in whole:
+            yield line.decode()
+
+
+def reachable(address: str, port: int, seconds: float = 3.0) -> bool:
+    """Whether something listens there."""
+    try:
+        with socket.create_connection((address, port), timeout=seconds):
+            return True
+    except OSError:
+        return False
+
+
+def local_addresses(table: str = "/proc/net/fib_trie") -> list[str]:
+    """Return the IPv4 addresses of this machine, then those that `hostname -I` adds."""
+    found: list[str] = []
+    with contextlib.suppress(OSError):
+        last = ""
+        for line in Path(table).read_text().splitlines():
+            if match := re.search(r"\|-- (\d+\.\d+\.\d+\.\d+)$", line):
+                last = match[1]
+            elif "/32 host LOCAL" in line and last not in found:
+                found.append(last)
+    with contextlib.suppress(OSError):
+        said = subprocess.run(["hostname", "-I"], capture_output=True, text=True, check=False).stdout
+        found += [each for each in said.split() if each not in found]
+    return found
+
+
+def outward_address() -> str:
+    """Return the address that packets to other networks leave with; nothing is sent."""
+    try:
+        with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
+            probe.connect(("192.0.2.1", 9))
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""
+
+
+def in_network(address: str, network: str) -> bool:
+    """Whether an address has this prefix (`10.1.`) or is in this CIDR (`10.1.0.0/16`)."""
+    if "/" not in network:
+        return address.startswith(network)
+    return ipaddress.ip_address(address) in ipaddress.ip_network(network, strict=False)
+
+
+def die_with_parent() -> None:
+    """Make the calling process get TERM when its parent dies."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+
+
+def main(role: str, path: str) -> int:
+    """Do a node's part and return the step's exit code."""
+    node = Node(json.loads(Path(path).read_text()), dict(os.environ))
+
+    def cancel(number: int, frame: object) -> None:
+        node.cancelled = True
+
+    signal.signal(signal.SIGTERM, cancel)
+    try:
+        return {"head": node.head, "worker": node.worker, "symmetric": node.symmetric}[role]()
+    except StoppedError:
+        node.say("told to stop before the driver began")
+        return 143
+    except NodeError as error:
+        node.say(str(error))
+        if role == "worker":
+            node.write(f"nodes/{node.name}.failed", f"{error}\n")
+        else:
+            node.write("failure", f"{error}\n")
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
