@@ -51,7 +51,8 @@ fail() {{ echo "rollhook: $1" >&2; doing=""; exit 1; }}
 tell() {{  # RECEIVED SENT: to the job and all below it
     [ -n "$told" ] || echo "$1" > "$ROLLHOOK_JOB_DIR/{signalled}"
     told=$2
-    [ -z "$child" ] || kill -s "$2" -- "-$child" 2>/dev/null
+    [ -n "$child" ] || return
+    kill -s "$2" -- "-$child" 2>/dev/null
     [ -n "$watchdog" ] || {{ set -m; watch & watchdog=$!; set +m; }}
 }}
 watch() {{

@@ -155,15 +155,12 @@ class JobKeys(Config):
     gpus_per_node: Annotated[NonNegativeInt, Field(description="GPUs of each node")] = 0
     env: Annotated[
         dict[VariableName, str],
-        Field(default_factory=dict, description="environment variables of the job, in clear"),
-    ]
+        Field(description="environment variables of the job, in clear"),
+    ] = Field(default_factory=dict)
     secrets: Annotated[
         dict[VariableName, Secret],
-        Field(
-            default_factory=dict,
-            description="environment variables of the job that are secrets: NAME -> reference",
-        ),
-    ]
+        Field(description="environment variables of the job that are secrets: NAME -> reference"),
+    ] = Field(default_factory=dict)
     setup: Annotated[
         str, Field(description="bash lines run on every node first, e.g. to activate an environment")
     ] = ""

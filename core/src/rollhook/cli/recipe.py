@@ -33,11 +33,15 @@ def check(
     recipe: Recipe,
     overrides: Overrides = None,
     site: Site = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Exit code 1 also for what only this machine lacks.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Prove a recipe, or a lock, before anything starts. Exit code 1 if it cannot work anywhere.
 
-    What only this machine lacks is listed: it stops `rollhook run` here, but does not decide the exit code.
+    What only this machine lacks is listed: it stops `rollhook run` here, but does not decide the exit code
+    unless --strict says so. That something differs from a lock never does.
     """
     from rollhook.recipe.check import check_recipe
 
@@ -64,7 +68,8 @@ def check(
         for remark in checked.loaded.remarks:
             typer.echo(remark)
         typer.echo(_verdict(checked.loaded.name, len(wrong), len(here), checked.site))
-    raise typer.Exit(1 if wrong else 0)
+    lacking = [each for each in here if each not in checked.mismatches] if strict else []
+    raise typer.Exit(1 if wrong or lacking else 0)
 
 
 def explain(recipe: Recipe, overrides: Overrides = None, json: Json = False) -> None:

@@ -71,13 +71,16 @@ def compose(
     needs_results: Mapping[str, Mapping[str, Any]] | None = None,
     allow_changed: Collection[str] = (),
     evaluating: bool = False,
+    site: Site | None = "here",
 ) -> tuple[Loaded, Plugins]:
     """Return a recipe that can run here and its plugins. Raises RecipeError with all that is wrong.
+
+    With `site` None one whose launcher is not `local` need not be able to run here.
 
     What is no longer as a lock says is wrong too, unless `allow_changed` names it, or is `all`: it is then
     among the remarks of what is returned.
     """
-    checked = check_recipe(source, overrides, site="here", needs_results=needs_results, evaluating=evaluating)
+    checked = check_recipe(source, overrides, site=site, needs_results=needs_results, evaluating=evaluating)
     loaded, stopped = checked.loaded, [each for each in checked.problems if each not in checked.mismatches]
     if allow_changed and loaded.locked is None and loaded.resolved:
         stopped.append(Problem("", "--allow-changed is for a lock, and this is a recipe", loaded.name))

@@ -74,8 +74,11 @@ def write_lock(path: Path, loaded: Loaded, plugins: Plugins) -> None:
     write_atomic(path, lock_text(loaded, plugins).encode())
 
 
-def lock_text(loaded: Loaded, plugins: Plugins) -> str:
-    """Return the lock of a recipe. Reads the files that the recipe names and asks git."""
+def lock_text(loaded: Loaded, plugins: Plugins, *, frozen: bool = False) -> str:
+    """Return the lock of a recipe. Reads the files that the recipe names and asks git.
+
+    A `frozen` one says nothing of this machine: no versions, revisions or digests.
+    """
     import yaml
 
     recipe, unresolved = complete(loaded, plugins), set(loaded.unresolved)
@@ -84,9 +87,9 @@ def lock_text(loaded: Loaded, plugins: Plugins) -> str:
     document = {
         "lock": LOCK_VERSION,
         "sources": [_anywhere(each) for each in loaded.sources],
-        "versions": versions(plugins),
-        "revisions": revisions(distributions(plugins)),
-        "digests": digests(loaded, plugins),
+        "versions": {} if frozen else versions(plugins),
+        "revisions": [] if frozen else revisions(distributions(plugins)),
+        "digests": {} if frozen else digests(loaded, plugins),
         "deviations": {
             key: {"value": each.value, "reference": each.reference, "from": _anywhere(each.source)}
             for key, each in loaded.deviations.items()

@@ -386,13 +386,18 @@ def _asks_from(c: Composition) -> str:
 
 
 def launcher(c: Composition) -> Iterator[Problem]:
-    """Where the run is driven."""
+    """Where the run's files are, if the job's nodes do not share them with whoever submits it."""
     part = c.part("launcher")
-    if part and part.cls and not part.cls.in_process:
+    if part is None or part.cls is None or part.config is None or part.cls.in_process or c.evaluating:
+        return
+    built = c.parts.build(part)
+    if isinstance(built, Problem):
+        yield built
+    elif not built.shares_files and not c.recipe.storage.root.startswith("/"):
         yield Problem(
-            "launcher.use",
-            f"{part.name} submits jobs, and this version drives runs in its own process only",
-            hint="set launcher=local",
+            "storage.root",
+            f"{c.recipe.storage.root!r} is relative, and launcher {part.name} runs where it is not seen",
+            hint="set it to an absolute directory that all nodes see",
         )
 
 

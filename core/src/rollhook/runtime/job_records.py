@@ -92,6 +92,20 @@ def records(run: RunDir) -> list[Record]:
     return [read_record(path) for path in sorted(found, key=lambda path: int(path.parent.name))]
 
 
+def find_record(run: RunDir, attempt: int | None = None) -> Record:
+    """Return the record of a run's newest job, or of that attempt's. Raises RunError when there is none."""
+    found = [each for each in records(run) if attempt in (None, each.attempt)]
+    if found:
+        return found[-1]
+    which = "no job" if attempt is None else f"no job as attempt {attempt}"
+    newest = run.newest_attempt()
+    driven = f"was driven by {newest.describe_owner()}" if newest is not None else "was never begun"
+    raise RunError(
+        f"run {run.run_id} has {which}; it {driven}: Ctrl-C there stops it, and "
+        f"`rollhook doctor {run.run_id}` says how it stands"
+    )
+
+
 def next_attempt(run: RunDir) -> int:
     """Return the number of the next attempt: after all that were claimed, and all that were submitted."""
     claimed = [each.number for each in run.attempts()]

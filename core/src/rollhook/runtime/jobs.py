@@ -14,11 +14,11 @@ from typing import Any
 
 from rollhook.component import BuildContext
 from rollhook.durable import cannot_write
-from rollhook.errors import LauncherError, RunError
+from rollhook.errors import LauncherError
 from rollhook.job_script import FILES, SCRIPT
 from rollhook.launcher import ENDED, Handle, Job, JobStatus, Launcher, Plan, State
 from rollhook.rundir import RunDir
-from rollhook.runtime.job_records import Record, attempt_directory, records
+from rollhook.runtime.job_records import Record, attempt_directory
 
 logger = logging.getLogger(__name__)
 
@@ -89,18 +89,6 @@ def build_launcher(record: Record, scratch: Path) -> Launcher:
     plugins = load([("launcher", record.launcher)])
     launcher: Launcher = plugins.build("launcher", record.launcher, record.keys, context, "launcher")
     return launcher
-
-
-def find_record(run: RunDir, attempt: int | None = None) -> Record:
-    """Return the record of a run's newest job, or of that attempt's. Raises RunError when there is none."""
-    found = [each for each in records(run) if attempt in (None, each.attempt)]
-    if found:
-        return found[-1]
-    which = "no job" if attempt is None else f"no job as attempt {attempt}"
-    raise RunError(
-        f"run {run.run_id} has {which}: it was driven by `rollhook run` in its own process; "
-        f"`rollhook doctor {run.run_id}` says how it stands"
-    )
 
 
 async def job_status(launcher: Launcher, record: Record) -> JobStatus:
