@@ -212,6 +212,58 @@ def test_a_crash_while_claiming_does_not_block_the_run(tmp_path: Path) -> None:
     attempt.finish("stopped")
 
 
+def submitted(run: RunDir, number: int) -> Path:
+    """An attempt that was submitted as a job, and whose script has begun; no driver has claimed it."""
+    path = run.path / "attempts" / str(number)
+    (path / "logs").mkdir(parents=True)
+    (path / "submit.json").write_text("{}")
+    return path
+
+
+def test_a_driver_claims_the_attempt_as_which_it_was_submitted(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path, "demo")
+    path = submitted(run, 1)
+    assert (run.newest_attempt(), run.attempts(), run.waiting()) == (None, [], [1])
+    attempt = run.claim(number=1)
+    assert (attempt.number, attempt.path, run.waiting()) == (1, path, [])
+    attempt.finish("failed")
+
+
+def test_a_job_that_is_queued_again_takes_a_number_that_nobody_else_was_given(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path, "demo")
+    submitted(run, 1)
+    run.claim(number=1).finish("stopped")
+    submitted(run, 2)  # by somebody who was faster
+    again = run.claim(number=1)
+    assert (again.number, run.waiting()) == (3, [])
+    again.finish("stopped")
+    late = run.claim(number=2)
+    assert late.number == 4
+    late.finish("stopped")
+    assert [each.number for each in run.attempts()] == [1, 3, 4]
+
+
+def test_a_driver_of_its_own_leaves_submitted_attempts_alone(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path, "demo")
+    submitted(run, 1)
+    attempt = run.claim()
+    assert attempt.number == 2
+    with pytest.raises(RunError, match="is being driven: attempt 2"):
+        run.claim(number=1)
+    attempt.finish("stopped")
+
+
+def test_a_driver_makes_the_run_that_its_submitter_does_not_see(tmp_path: Path) -> None:
+    path = tmp_path / "shared" / "far-away"
+    (path / "attempts" / "1" / "logs").mkdir(parents=True)
+    run = RunDir.settle(path, "demo")
+    assert RunDir.find("far-away").path == path
+    assert run.checkpoints.is_dir()
+    assert RunDir.settle(path, "demo").claim(number=1).finish("stopped") is None
+    with pytest.raises(RunError, match="is no run id"):
+        RunDir.settle(tmp_path / "Not One", "demo")
+
+
 def test_of_two_claims_at_once_one_wins(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path, "demo")
     silent_attempt(run)

@@ -120,6 +120,18 @@ def test_a_pipe_a_directory_or_a_huge_file_is_no_secret_and_nobody_waits_for_it(
     assert "Not a directory" in Secret.parse(f"file:{tmp_path}/huge/token").absent()
 
 
+def test_a_secret_of_kubernetes_is_read_where_it_is_mounted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROLLHOOK_K8S_SECRETS", str(tmp_path))
+    (tmp_path / "daytona").mkdir()
+    (tmp_path / "daytona" / "API_KEY").write_text(f"{SENTINEL}\n")
+    assert resolve_secret("k8s:daytona/API_KEY") == SENTINEL
+    absent = Secret.parse("k8s:daytona/OTHER").absent()
+    assert f"{tmp_path}/daytona/OTHER is not there" in absent
+    assert "is no regular file" in Secret.parse("k8s:daytona/..").absent()
+
+
 def test_an_empty_secret_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOY_TOKEN", "")
     (tmp_path / "token").write_text("\n")

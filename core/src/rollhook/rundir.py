@@ -2,7 +2,7 @@
 
     <storage.root>/<run_id>/
       recipe.yaml  recipe.lock.yaml  metrics.jsonl  checkpoints/  episodes/
-      attempts/<n>/  owner.json  heartbeat  status.json  journal.jsonl  logs/
+      attempts/<n>/  owner.json  heartbeat  status.json  journal.jsonl  logs/  [submit.json  job/]
 
 Works on NFS: exclusive creates, atomic renames, no locks.
 """
@@ -32,6 +32,8 @@ from rollhook.journal import Journal
 logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
+#: in an attempt's directory: whoever submitted it as a job has written it (`rollhook.runtime.job_records`)
+SUBMITTED = "submit.json"
 RUN_ID = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
 Status = Literal["succeeded", "failed", "stopped"]
 #: what makes a run; only the same goes on with it
@@ -158,6 +160,24 @@ class RunDir:
         return run
 
     @classmethod
+    def settle(cls, path: Path, name: str) -> Self:
+        """Return the run at `path`, a driver's own view of it: made, and indexed, where it is not yet.
+
+        Raises RunError when its name is no run id or the directory cannot be written.
+        """
+        run = cls(path)
+        check_run_id(run.run_id)
+        try:
+            for directory in (run.path / "attempts", run.checkpoints, run.episodes):
+                directory.mkdir(parents=True, exist_ok=True)
+            fsync_directory(run.path.parent)
+        except OSError as error:
+            raise cannot_write(run.path, error) from error
+        if _indexed(run.run_id) is None:
+            _enter_in_index(run, name)
+        return run
+
+    @classmethod
     def find(cls, reference: str | Path) -> Self:
         """Return the run with this id (by the index of runs, or below ./runs), or at this path.
 
@@ -191,6 +211,15 @@ class RunDir:
         number = _newest_attempt(self.path / "attempts")
         return _attempt_info(self.path / "attempts" / str(number)) if number else None
 
+    def waiting(self) -> list[int]:
+        """Return the attempts that were submitted as jobs after the newest claimed one, oldest first.
+
+        No driver has claimed them, yet or ever: `rollhook jobs status` asks their launcher.
+        """
+        attempts = self.path / "attempts"
+        newest = _newest_attempt(attempts)
+        return sorted(number for number in _numbers(attempts, SUBMITTED) if number > newest)
+
     def check_verb(self, verb: Verb) -> None:
         """Raise RunError when another verb began the run."""
         newest = self.newest_attempt()
@@ -204,13 +233,16 @@ class RunDir:
         self,
         verb: Verb = "run",
         *,
+        number: int | None = None,
         interval: float = INTERVAL,
         stale: float = STALE,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> Attempt:
-        """Become the driver of the next attempt: owner file, heartbeat, journal, logs.
+        """Become the driver of an attempt: owner file, heartbeat, journal, logs.
 
+        It is `number`, as which the driver was submitted, unless that or a later one was claimed before, as
+        when a job is queued again: then, and by default, the next that was neither claimed nor submitted.
         Blocks for up to `stale` seconds where the previous attempt ended without a word on another
         machine. Raises RunError when another verb began the run, another driver is alive or was faster, or
         the disk cannot be written.
@@ -222,7 +254,9 @@ class RunDir:
                 f"run {self.run_id} is being driven: attempt {newest.number} by {newest.describe_owner()} "
                 f"is alive; stop that one first, or start a new run"
             )
-        number = newest.number + 1 if newest else 1
+        newest_number = newest.number if newest is not None else 0
+        if number is None or number <= newest_number:
+            number = max([newest_number, *self.waiting()]) + 1
         path = self.path / "attempts" / str(number)
         owner = _process_identity(os.getpid()) | {
             "schema": SCHEMA_VERSION,
@@ -354,13 +388,17 @@ def _enter_in_index(run: RunDir, name: str) -> None:
 
 
 def _attempt_numbers(attempts: Path) -> list[int]:
+    return _numbers(attempts, "owner.json")
+
+
+def _numbers(attempts: Path, having: str) -> list[int]:
     try:
         names = os.listdir(attempts)
     except OSError as error:
         raise RunError(
             f"{attempts} cannot be read: {error.strerror}; the run's directory is damaged or gone"
         ) from error
-    return [int(name) for name in names if name.isdecimal() and (attempts / name / "owner.json").exists()]
+    return [int(name) for name in names if name.isdecimal() and (attempts / name / having).exists()]
 
 
 def _newest_attempt(attempts: Path) -> int:

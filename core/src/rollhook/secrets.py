@@ -15,6 +15,8 @@ from rollhook.errors import UsageError
 
 FORMS = "env:NAME, file:PATH or k8s:SECRET/KEY"
 MAX_BYTES = 1 << 20
+#: where a node of a job on Kubernetes has the Secrets that the job names: <Secret>/<key>
+K8S_VARIABLE, K8S_DIRECTORY = "ROLLHOOK_K8S_SECRETS", "/var/run/rollhook/secrets"
 
 _PATTERNS = {
     "env": re.compile(r"[A-Za-z_][A-Za-z0-9_]*"),
@@ -28,7 +30,8 @@ class Secret:
     """A reference to a secret, and the type of a config field that takes one; a value is refused.
 
     `env:NAME` is an environment variable, `file:PATH` a file (a trailing newline is dropped),
-    `k8s:SECRET/KEY` a key of a Kubernetes Secret, which only a launcher on Kubernetes can carry.
+    `k8s:SECRET/KEY` a key of a Kubernetes Secret, which a launcher on Kubernetes mounts on the nodes of a job
+    (below ROLLHOOK_K8S_SECRETS, by default /var/run/rollhook/secrets).
     """
 
     scheme: str
@@ -55,7 +58,13 @@ class Secret:
             return SecretStr(value)
         if self.scheme == "file":
             return SecretStr(_read(self.name))
-        raise UsageError(f"the secret {self} can only be read inside a job on Kubernetes")
+        path = Path(os.environ.get(K8S_VARIABLE) or K8S_DIRECTORY, *self.name.split("/"))
+        if not path.exists():
+            raise UsageError(
+                f"the secret {self} can only be read inside a job on Kubernetes that mounts it: "
+                f"{path} is not there"
+            )
+        return SecretStr(_read(str(path)))
 
     def absent(self) -> str:
         """Return why the secret cannot be resolved here, or an empty string; the value is not returned."""

@@ -69,8 +69,13 @@ def diagnose(
     attempts = run.attempts()
     newest = attempts[-1] if attempts else None
     found = Diagnosis(run.run_id, state_of(newest, watch))
+    for number in run.waiting():
+        found.findings.append(
+            f"attempt {number} was submitted as a job, and no driver has begun it; "
+            f"`rollhook jobs status {run.run_id}` says why"
+        )
     if newest is None:
-        found.findings.append("no attempt was ever made at it")
+        found.findings = found.findings or ["no attempt was ever made at it"]
         return found
     found.attempt, found.owner = newest.number, newest.describe_owner()
     committed = CheckpointStore(run.checkpoints).newest()
