@@ -6,6 +6,7 @@ import asyncio
 import signal
 from collections.abc import Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from rollhook.recipe.load import Loaded
 from rollhook.recipe.lock import digest, write_lock
 from rollhook.recipe.match import ALL
 from rollhook.rundir import check_free
+from rollhook.runtime.drive import joined_cluster, joins
 from rollhook.runtime.progress import Display
 from rollhook.runtime.results import RunResult, finished_run, read_result
 
@@ -74,13 +76,16 @@ async def run_recipe(
     display: Display,
     run_id: str | None,
     allow_changed: Sequence[str] = (),
+    composed: tuple[Loaded, Plugins] | None = None,
 ) -> RunResult:
     """Run a recipe or a lock and, before it, the recipes that it needs; returns the result of itself.
 
-    Raises RecipeError with all that is wrong with any of them before anything is started, and with all that
-    no longer matches a lock and is not in `allow_changed`.
+    `composed` is what `compose` has made of it already. Raises RecipeError with all that is wrong with any of
+    them before anything is started, and with all that no longer matches a lock and is not in `allow_changed`.
     """
-    loaded, plugins = await asyncio.to_thread(compose, source, overrides, allow_changed=allow_changed)
+    if composed is None:
+        composed = await asyncio.to_thread(compose, source, overrides, allow_changed=allow_changed)
+    loaded, plugins = composed
     _say_remarks(loaded, display)
     root = storage_root(loaded)
     if run_id is not None:
@@ -96,11 +101,12 @@ async def run_recipe(
         return await _run(loaded, plugins, cluster, display, stop, run_id)
 
 
-async def drive_run(run: RunDir, display: Display) -> RunResult:
+async def drive_run(run: RunDir, display: Display, number: int | None = None) -> RunResult:
     """Drive the next attempt of a run whose lock is on disk: from its newest committed step, or the start.
 
-    A run that has done all its steps is left as it is. What no longer matches its lock is said, and stops
-    nothing.
+    The attempt is `number` if that is free. As a job on a Ray cluster it joins that; what the run needs, and
+    nobody has run yet, is run there first. A run that has done all its steps is left as it is. What no longer
+    matches its lock is said, and stops nothing.
     """
     run.check_verb("run")
     if not run.lock_path.is_file():
@@ -113,10 +119,20 @@ async def drive_run(run: RunDir, display: Display) -> RunResult:
         if result is not None and result.status == "succeeded":
             display.say(f"Run {run.run_id} has done all its {newest.step} steps already.")
             return result
-    attempt = await asyncio.to_thread(run.claim)  # before Ray is started, for it may be refused
+    claim = partial(run.claim, number=number)
+    attempt = await asyncio.to_thread(claim)  # before Ray is started, for it may be refused
     try:
-        async with own_cluster(run.path / ".cluster", display) as (cluster, stop):
+        if joins():
+            context = joined_cluster(loaded.recipe, attempt.logs, display)
+        else:
+            context = own_cluster(run.path / ".cluster", display)
+        async with context as (cluster, stop):
+            if loaded.pending:
+                loaded, plugins = await _after_needs(loaded, run, cluster, display, stop)
             return await _drive(loaded, plugins, run, cluster, display, stop, attempt)
+    except asyncio.CancelledError:
+        attempt.finish("stopped")
+        raise
     finally:
         attempt.finish("failed")  # nothing, unless the driver was never reached
 
@@ -145,6 +161,20 @@ async def own_cluster(scratch: Path, display: Display) -> AsyncIterator[tuple[Cl
             yield cluster, stop
         finally:
             await asyncio.shield(cluster.stop())
+
+
+async def _after_needs(
+    loaded: Loaded, run: RunDir, cluster: Cluster, display: Display, stop: Stop
+) -> tuple[Loaded, Plugins]:
+    """Run what a run needs beside it, and return its recipe with the results, which its lock has then too."""
+    results = await _run_needs(loaded.recipe.needs, run.path.parent, cluster, display, stop)
+    if stop.drain.is_set():
+        raise asyncio.CancelledError
+    loaded, plugins = await asyncio.to_thread(
+        compose, run.lock_path, needs_results=results, allow_changed=[ALL]
+    )
+    await asyncio.to_thread(write_lock, run.lock_path, loaded, plugins)
+    return loaded, plugins
 
 
 async def _run_needs(
