@@ -16,7 +16,7 @@ from urllib.parse import quote, urlsplit
 import aiohttp
 import orjson
 
-from rollhook.errors import LauncherError
+from rollhook.errors import LauncherError, RollhookError
 from rollhook.job_script import ended_state
 from rollhook.launcher import JobStatus
 
@@ -257,7 +257,12 @@ class RayJobs:
         return body
 
     def _headers(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self._token()}"} if self._token else {}
+        if self._token is None:
+            return {}
+        try:
+            return {"Authorization": f"Bearer {self._token()}"}
+        except RollhookError as error:
+            raise LauncherError(f"the token of {self.address} is not there: {error}", kind="user") from error
 
     def _unreachable(self, error: BaseException) -> Unreachable:
         reason = str(error) or type(error).__name__

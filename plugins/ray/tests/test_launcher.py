@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,6 +21,7 @@ from rollhook.ray_jobs import RayJobs, Unreachable
 from rollhook.rundir import RunDir
 from rollhook.runtime.job_records import attempt_directory, read_record
 from rollhook.runtime.jobs import collect, prepare, submit_plan, watch
+from rollhook.secrets import resolve_secret
 from rollhook.testing.environment import build_context
 from rollhook.testing.launcher import SENTINEL, LauncherContract, LauncherSite, MakeLauncher
 from rollhook.testing.ray_cluster import RayCluster, processes_below, ray_cluster
@@ -32,7 +34,8 @@ FOREVER = "echo ready\nwhile :; do sleep 0.1; done\n"
 
 
 def make(scratch: Path, address: str, **keys: Any) -> RayLauncher:
-    return RayLauncher(RayLauncherConfig(address=address, **keys), build_context(scratch))
+    context = replace(build_context(scratch), secret=resolve_secret)
+    return RayLauncher(RayLauncherConfig(address=address, **keys), context)
 
 
 def deliver(plan: Plan) -> None:
@@ -231,9 +234,12 @@ async def _through_its_losses(cluster: RayCluster, tmp_path: Path, token: str) -
     root = tmp_path / "root"
     root.mkdir()
     site = LauncherSite(launcher, root, {}, lambda handle: handle, cluster_view, 60)
-    (problem,) = await make(tmp_path, cluster.dashboard).preflight(launcher.plan(site.job("true")))
+    plan = launcher.plan(site.job("true"))
+    (problem,) = await make(tmp_path, cluster.dashboard).preflight(plan)
     assert "refuses us (401" in problem
     assert "`token`" in problem
+    (problem,) = await make(tmp_path, cluster.dashboard, token="file:/none").preflight(plan)
+    assert "the secret file /none cannot be read" in problem
 
     lost = site.job(FOREVER)
     handle = await site.submit(lost)
