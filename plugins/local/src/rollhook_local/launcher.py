@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import socket
+import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -48,6 +49,10 @@ class LocalLauncher(Launcher):
         job, directory = plan.job, Path(plan.job.directory)
         (directory / "logs").mkdir(parents=True, exist_ok=True)
         environ = {name: value for name, value in os.environ.items() if name not in _NOT_ITS_OWN}
+        # the `rollhook` that submits is the one that drives
+        environ["PATH"] = os.pathsep.join(
+            filter(None, [str(Path(sys.executable).parent), environ.get("PATH")])
+        )
         write = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         argv = plan.commands[0]
         try:
