@@ -1,0 +1,1 @@
+"""Programs that are carried to a node, and run inside the job of a hosted framework."""

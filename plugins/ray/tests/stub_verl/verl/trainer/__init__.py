@@ -1,0 +1,1 @@
+"""The trainers of the double."""
