@@ -107,9 +107,9 @@ def find_record(run: RunDir, attempt: int | None = None) -> Record:
 
 
 def next_attempt(run: RunDir) -> int:
-    """Return the number of the next attempt: after all that were claimed, and all that were submitted."""
+    """Return the number of the next attempt: after all that were claimed or given to a launcher."""
     claimed = [each.number for each in run.attempts()]
-    submitted = [each.attempt for each in records(run) if each.error is None]
+    submitted = [each.attempt for each in records(run)]
     return max([*claimed, *submitted], default=0) + 1
 
 
