@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -85,8 +85,8 @@ class RayCluster:
             f"--num-cpus={self.cpus}",
             f"--resources={json.dumps(offered)}",
         ]
-        node = _start(
-            self.directory, f"worker-{number - 2}", f"127.0.0.{number}", arguments, self.environment
+        node = _start_again(
+            self.directory, f"worker-{number - 2}", f"127.0.0.{number}", lambda: arguments, self.environment
         )
         self.workers.append(node)
         return node
@@ -110,22 +110,27 @@ def ray_cluster(
 
     pytest.importorskip("ray", reason="needs ray: pip install 'rollhook[ray]'")
     variables = ENVIRONMENT | dict(environment or {})
-    port, dashboard = free_port(), free_port()
     directory.mkdir(parents=True, exist_ok=True)
     temporary = tempfile.mkdtemp(prefix="rh-test-", dir="/tmp")  # sockets have short paths
     _temporary(directory).symlink_to(temporary)
-    arguments = [
-        "--head",
-        f"--port={port}",
-        "--num-cpus=0",
-        "--num-gpus=0",
-        "--include-dashboard=true",
-        "--dashboard-host=127.0.0.1",
-        f"--dashboard-port={dashboard}",
-        f"--ray-client-server-port={free_port()}",
-        f"--temp-dir={temporary}",
-    ]
-    head = _start(directory, "head", "127.0.0.1", arguments, variables)
+    port = dashboard = 0
+
+    def arguments() -> list[str]:
+        nonlocal port, dashboard
+        port, dashboard = free_port(), free_port()
+        return [
+            "--head",
+            f"--port={port}",
+            "--num-cpus=0",
+            "--num-gpus=0",
+            "--include-dashboard=true",
+            "--dashboard-host=127.0.0.1",
+            f"--dashboard-port={dashboard}",
+            f"--ray-client-server-port={free_port()}",
+            f"--temp-dir={temporary}",
+        ]
+
+    head = _start_again(directory, "head", "127.0.0.1", arguments, variables)
     cluster = RayCluster(
         directory, f"{head.host}:{port}", f"http://127.0.0.1:{dashboard}", head, [], cpus, variables
     )
@@ -164,6 +169,21 @@ def processes_below(root: int) -> list[int]:
             found.append(pid)
             stack += parents.get(pid, [])
     return [pid for pid in found if pid != root or Path(f"/proc/{root}").exists()]
+
+
+def _start_again(
+    directory: Path,
+    name: str,
+    host: str,
+    arguments: Callable[[], list[str]],
+    environment: Mapping[str, str],
+    tries: int = 3,
+) -> Node:
+    """Start a node, and again if it does not come up: a port that was free may be taken meanwhile."""
+    for _ in range(tries - 1):
+        with contextlib.suppress(AssertionError):
+            return _start(directory, name, host, arguments(), environment)
+    return _start(directory, name, host, arguments(), environment)
 
 
 def _start(
