@@ -18,6 +18,7 @@ from typing import Any
 from aiohttp import web
 
 from doubles.kubernetes import api, control
+from doubles.kubernetes.controllers import Controllers
 from doubles.kubernetes.world import World
 
 
@@ -80,9 +81,14 @@ async def serve(directory: Path) -> None:
     cert, key = certificate(directory)
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_cert_chain(cert, key)
+    controllers = Controllers(world)
     world.spawn(world.collect())
+    world.spawn(controllers.run())
     runners = []
-    for name, app, secured in (("api", api.make_app(world), tls), ("control", control.make_app(world), None)):
+    for name, app, secured in (
+        ("api", api.make_app(world, controllers.kubelet), tls),
+        ("control", control.make_app(world, controllers), None),
+    ):
         sock = socket.create_server(("127.0.0.1", 0), backlog=1024)
         scheme = "http" if secured is None else "https"
         world.urls[name] = f"{scheme}://127.0.0.1:{sock.getsockname()[1]}"

@@ -207,7 +207,7 @@ def _contents(new: Object, old: Object | None) -> Iterator[Fault]:
     total = 0
     for name, value in (new.get("data") or {}).items():
         if not re.fullmatch(r"[-._a-zA-Z0-9]+", name) or len(name) > 253:
-            told = f"Invalid value: \"{name}\": a valid config key must consist of alphanumerics, '-', '_' or '.'"
+            told = f"Invalid value: \"{name}\": a config key must consist of alphanumerics, '-', '_' or '.'"
             yield "FieldValueInvalid", f"data[{name}]", told
         if not isinstance(value, str):
             yield "FieldValueTypeInvalid", f"data[{name}]", "Invalid value: must be a string"

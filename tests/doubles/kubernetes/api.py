@@ -15,6 +15,7 @@ from aiohttp import web
 from doubles import faults
 from doubles.kubernetes import admission, discovery, errors, patch, protobuf, resources, selectors, streams
 from doubles.kubernetes.errors import ApiError
+from doubles.kubernetes.kubelet import Kubelet
 from doubles.kubernetes.resources import Resource
 from doubles.kubernetes.store import Key, Object, Store
 from doubles.kubernetes.world import USER, World
@@ -58,8 +59,8 @@ def parse(path: str) -> Target | None:
 class Api:
     """The surface of the API server."""
 
-    def __init__(self, world: World) -> None:
-        self.world = world
+    def __init__(self, world: World, kubelet: Kubelet) -> None:
+        self.world, self.kubelet = world, kubelet
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Answer any request."""
@@ -104,7 +105,7 @@ class Api:
                 raise errors.forbidden(request["user"], verb, resource.group, plural, space, target.name)
         if target.subresource in resource.subresources:
             pod = self.world.store.get(*target.key)
-            return await streams.answer(self.world, request, target.subresource, pod)
+            return await streams.answer(self.kubelet, request, target.subresource, pod)
         if target.subresource not in ("", "status") or verb not in (
             "get",
             "update",
@@ -379,8 +380,8 @@ def _body(request: web.Request, raw: bytes) -> Any:
         raise ApiError(400, f"couldn't get version/kind; json parse error: {error}") from None
 
 
-def make_app(world: World) -> web.Application:
+def make_app(world: World, kubelet: Kubelet) -> web.Application:
     """Return the API server's surface."""
     app = web.Application(middlewares=[faults.watch(world, "api")], client_max_size=16 << 20)
-    app.router.add_route("*", "/{path:.*}", Api(world).handle)
+    app.router.add_route("*", "/{path:.*}", Api(world, kubelet).handle)
     return app

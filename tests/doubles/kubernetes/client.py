@@ -48,6 +48,30 @@ class Cluster:
         self._ask("POST", f"/namespaces/{name}")
         return name
 
+    def pods(self, **script: Any) -> None:
+        """Add a script for pods (see `doubles.kubernetes.kubelet`)."""
+        self._ask("POST", "/scripts/pods", script)
+
+    def jobs(self, **script: Any) -> None:
+        """Add a script for the Ray jobs of RayJobs (see `doubles.kubernetes.ray_jobs`)."""
+        self._ask("POST", "/scripts/jobs", script)
+
+    def clear_scripts(self) -> None:
+        """Remove all scripts."""
+        self._ask("DELETE", "/scripts")
+
+    def kill_pod(self, namespace: str, name: str) -> None:
+        """End a pod's container as a crash would."""
+        self._ask("POST", f"/pods/{namespace}/{name}/kill")
+
+    def serve(self, namespace: str, name: str, ports: dict[int, int]) -> None:
+        """Say where on this machine a pod's ports are, for port-forwards."""
+        self._ask("POST", f"/pods/{namespace}/{name}/ports", {str(k): v for k, v in ports.items()})
+
+    def claim(self, namespace: str, name: str) -> Path:
+        """Return the directory behind a PersistentVolumeClaim; it is there once a pod has mounted it."""
+        return self.directory / "claims" / namespace / name
+
     def compact(self) -> None:
         """Forget the history: watches from an older version get 410."""
         self._ask("POST", "/compact")

@@ -6,10 +6,11 @@ from typing import Any
 
 from aiohttp import web
 
+from doubles.kubernetes.controllers import Controllers
 from doubles.kubernetes.world import World
 
 
-def make_app(world: World) -> web.Application:
+def make_app(world: World, controllers: Controllers) -> web.Application:
     """Return the control surface: every request carries the run's key in `X-Key`."""
     routes = web.RouteTableDef()
 
@@ -45,6 +46,33 @@ def make_app(world: World) -> web.Application:
     @routes.post("/compact")
     async def compact(request: web.Request) -> web.Response:
         world.store.compact()
+        return web.json_response({})
+
+    @routes.post("/scripts/{kind}")
+    async def script(request: web.Request) -> web.Response:
+        scripted = {"pods": controllers.kubelet, "jobs": controllers.jobs}[request.match_info["kind"]]
+        try:
+            scripted.add_script(await request.json())
+        except KeyError as error:
+            raise web.HTTPBadRequest(text=f"no such word in a script: {error}") from None
+        return web.json_response({})
+
+    @routes.delete("/scripts")
+    async def clear_scripts(request: web.Request) -> web.Response:
+        controllers.kubelet.scripts.clear()
+        controllers.jobs.scripts.clear()
+        return web.json_response({})
+
+    @routes.post("/pods/{namespace}/{name}/kill")
+    async def kill(request: web.Request) -> web.Response:
+        await controllers.kubelet.kill(request.match_info["namespace"], request.match_info["name"])
+        return web.json_response({})
+
+    @routes.post("/pods/{namespace}/{name}/ports")
+    async def ports(request: web.Request) -> web.Response:
+        place = request.match_info["namespace"], request.match_info["name"]
+        run = controllers.kubelet.find(*place)
+        run.ports |= {int(number): real for number, real in (await request.json()).items()}
         return web.json_response({})
 
     @routes.get("/journal")

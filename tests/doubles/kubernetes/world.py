@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine
+from copy import deepcopy
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from doubles.faults import Faults
-from doubles.kubernetes import resources
-from doubles.kubernetes.store import Store
+from doubles.kubernetes import admission, resources
+from doubles.kubernetes.resources import Resource
+from doubles.kubernetes.store import Object, Store
 
 USER = "rollhook-tester"
 
@@ -30,6 +32,12 @@ class Options:
     page: int | None = None
     #: seconds between bookmarks of a watch
     bookmark: float = 0.5
+    #: commands of pods run for real, but where a script says otherwise (see `kubelet`)
+    run: bool = False
+    #: clusters are real Ray clusters: pods that run `ray start` (see `ray_pods`)
+    ray: bool = False
+    #: KubeRay's operator is there
+    operator: bool = True
 
 
 @dataclass
@@ -73,6 +81,12 @@ class World:
         if self.store.find(accounts, name, "default") is None:
             body = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "default"}}
             self.store.create(accounts, name, body)
+
+    def admit(self, resource: Resource, body: Object) -> Object:
+        """Return an object of a controller's as it would be stored."""
+        made = deepcopy(body)
+        admission.admit(resource, made, None)
+        return made
 
     def set_options(self, values: dict[str, Any]) -> None:
         """Set options by name; KeyError for one that is not there."""
