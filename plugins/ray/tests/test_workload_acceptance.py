@@ -1,7 +1,7 @@
 """The acceptance list of the workloads, item by item, on a real Ray cluster and a double of verl.
 
-One story is told once, by the command line alone: prepare, two snapshots of code, ppo twice, grpo, sft, status.
-Every item of the list then is one case. verl itself, which needs GPUs, does not run here.
+One story is told once, by the command line alone: prepare, two snapshots of code, ppo twice, grpo, sft,
+status. Every item of the list then is one case. verl itself, which needs GPUs, does not run here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -88,9 +88,9 @@ class Story:
 
 
 @pytest.fixture(scope="module")
-def story(cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+def story(cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory) -> Story:
     scratch = tmp_path_factory.mktemp("workloads")
-    yield tell(Story(scratch / "private", scratch, scratch / "state", cluster.dashboard))
+    return tell(Story(scratch / "private", scratch, scratch / "state", cluster.dashboard))
 
 
 def tell(story: Story) -> Story:

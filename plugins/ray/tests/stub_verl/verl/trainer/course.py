@@ -41,7 +41,7 @@ def work(step):
 
 
 def train(config, column):
-    """Run the steps of one epoch: one task on a worker per ten of them, a checkpoint every save_freq steps."""
+    """Run the steps: one task on a worker per ten of them, and a checkpoint every save_freq."""
     trainer = config.trainer
     rows = pyarrow.parquet.read_table(config.data.train_files)
     assert column in rows.column_names, f"{config.data.train_files} has no column {column}"
