@@ -126,7 +126,11 @@ class ClusterKeys(Config):
         "127.0.0.1"
     )
     temp_root: Annotated[
-        str, Field(pattern=r"^/.{0,30}$", description="where Ray's temporary directory is made")
+        str,
+        Field(
+            pattern=r"^/.{0,20}$",
+            description="where Ray's temporary directory is made; short, as it has sockets",
+        ),
     ] = "/tmp"  # noqa: S108 - the directory below it is new and private
     ports: Ports = Ports()
     ssh: Ssh = Ssh()

@@ -53,7 +53,7 @@ class RayClusters(Clusters):
             return ClusterPlan("ray", [keys.name], files=render(keys), commands=[up], notes=notes)
         temp = Record(keys.name, _NONCE, {"temp_root": keys.temp_root}).temp
         nodes = plan_nodes(keys, temp=temp)
-        requests = {node.name: start_request(keys, node, _NONCE, temp) for node in nodes}
+        requests = {node.name: start_request(keys, node, _NONCE) for node in nodes}
         notes = [f"{node.name} on {called(node.host)}, address {node.address}" for node in nodes]
         how = "by ssh" if keys.by == "ssh" else "on this machine"
         notes.append(

@@ -38,6 +38,7 @@ from rollhook_ray.clusters_node import (
     processes,
     read_states,
     state_file,
+    temporary,
     write,
 )
 from rollhook_ray.clusters_old import find_old, remove_old
@@ -56,8 +57,19 @@ def start(request: dict[str, Any]) -> dict[str, Any]:
         elif state is not None and keeper_of(state) is not None:
             raise Refused(f"node {node} of another cluster of this name runs here")
         home = directory(cluster)
-        _make_private(request["temp"])
-        names = ("cluster", "node", "nonce", "spec", "argv", "env", "setup", "temp", "from", "stop_seconds")
+        _make_private(temporary(request["temp_root"], request["nonce"]))  # Ray lets all write into its own
+        names = (
+            "cluster",
+            "node",
+            "nonce",
+            "spec",
+            "argv",
+            "env",
+            "setup",
+            "temp_root",
+            "from",
+            "stop_seconds",
+        )
         state = {name: request[name] for name in names}
         state.update({"schema": 1, "started": time.time(), "host": socket.gethostname()})
         if request["token"] is not None:

@@ -18,8 +18,10 @@ import fcntl
 import glob
 import json
 import os
+import re
 import shutil
 import signal
+import stat
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -173,11 +175,16 @@ def belonging(state: dict[str, Any], table: dict[int, Process]) -> list[Process]
 
 def command(pid: int) -> str:
     """Return a process' command line as one line."""
+    return " ".join(arguments(pid)).strip()
+
+
+def arguments(pid: int) -> list[str]:
+    """Return a process' argument vector."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as stream:
-            return stream.read().replace(b"\0", b" ").decode("utf-8", "replace").strip()
+            return stream.read().decode("utf-8", "replace").split("\0")
     except OSError:
-        return ""
+        return []
 
 
 def _environment(pid: int) -> list[bytes]:
@@ -262,19 +269,34 @@ def end_node(state: dict[str, Any]) -> dict[str, Any]:
     killed = end(group, 2 * state["stop_seconds"] + 2 if keeper else state["stop_seconds"], keeper)
     late = belonging(state, processes())
     killed += end(late, state["stop_seconds"])
-    others = [
-        each["temp"] for each in read_states(state["cluster"]).values() if each["node"] != state["node"]
-    ]
-    if state["temp"] not in others:
-        shutil.rmtree(state["temp"], ignore_errors=True)
+    others = read_states(state["cluster"]).values()
+    if not any(each["nonce"] == state["nonce"] and each["node"] != state["node"] for each in others):
+        _remove_temporary(state)
     with contextlib.suppress(FileNotFoundError):
         os.remove(state_file(state["cluster"], state["node"]))
     return {"node": state["node"], "processes": len(group) + len(late), "killed": killed}
 
 
+def temporary(root: str, nonce: str) -> str:
+    """Return the directory that is made for a cluster's Ray on each host; no other is ever removed."""
+    return os.path.join(root, "rh-" + nonce[:10])
+
+
+def _remove_temporary(state: dict[str, Any]) -> None:
+    path = temporary(state["temp_root"], state["nonce"])
+    if not re.fullmatch(r"rh-[0-9a-f]{10}", os.path.basename(path)):
+        return
+    with contextlib.suppress(FileNotFoundError):
+        found = os.lstat(path)
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid():
+            shutil.rmtree(path, ignore_errors=True)
+
+
 def forget(cluster: str) -> None:
     """Remove a cluster's directory once no node is known in it, unless the submitting machine is this one."""
     path = os.path.join(clusters_directory(), cluster)
+    if not re.fullmatch(r"[a-z][a-z0-9-]*", cluster):
+        return
     if not read_states(cluster) and not os.path.exists(os.path.join(path, "cluster.json")):
         shutil.rmtree(path, ignore_errors=True)
 

@@ -14,6 +14,7 @@ from typing import Any
 from rollhook_ray.clusters_node import (
     Process,
     Refused,
+    arguments,
     belonging,
     below,
     clusters_directory,
@@ -30,7 +31,6 @@ _SESSION = re.compile(r"(/[^\s=:]+/session_\d{4}-[0-9_-]+)")
 _RAY_PROGRAM = re.compile(
     r"ray/core/src/ray/|ray/dashboard/|/log_monitor\.py|/autoscaler/_private/monitor\.py"
 )
-_RAY_START = re.compile(r"ray\.scripts\.scripts|/ray start|\bray start\b|raylet|gcs_server|ray::")
 
 
 def find_old(
@@ -58,7 +58,7 @@ def find_old(
             sessions.setdefault(match[1], set()).add(each.pid)
     for session, roots in sorted(sessions.items()):
         parents = {table[pid].parent for pid in roots} & set(table)
-        roots |= {pid for pid in parents if _RAY_START.search(command(pid))}
+        roots |= {pid for pid in parents if _is_ray_start(arguments(pid))}
         group = below(roots, table) - ours - {os.getpid()}
         starters = {table[pid].parent for pid in roots} - group - {0, 1}
         by = "".join(f", started by process {pid} ({command(pid)[:80]})" for pid in sorted(starters)[:1])
@@ -67,6 +67,12 @@ def find_old(
             "kind": "ray", "text": text, "processes": [[pid, table[pid].ticks] for pid in sorted(group)],
         })  # fmt: skip
     return found + _old_containers(wanted["containers"])
+
+
+def _is_ray_start(argv: list[str]) -> bool:
+    """Return whether it is `ray start --block`, not a shell or a driver that has started Ray."""
+    by_module = argv[1:4] == ["-m", "ray.scripts.scripts", "start"]
+    return by_module or (len(argv) > 2 and os.path.basename(argv[1]) == "ray" and argv[2] == "start")
 
 
 def _old_containers(patterns: list[str]) -> list[dict[str, Any]]:

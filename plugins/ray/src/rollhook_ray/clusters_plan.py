@@ -129,7 +129,7 @@ def on(nodes: list[Node], host: str) -> list[Node]:
     return [each for each in nodes if each.host == host]
 
 
-def start_request(keys: ClusterKeys, node: Node, nonce: str, temp: str) -> dict[str, Any]:
+def start_request(keys: ClusterKeys, node: Node, nonce: str) -> dict[str, Any]:
     """Return what a host is asked to start a node, but for the token and who asks."""
     return {
         "do": "start",
@@ -140,7 +140,7 @@ def start_request(keys: ClusterKeys, node: Node, nonce: str, temp: str) -> dict[
         "argv": list(node.argv),
         "env": dict(node.env),
         "setup": keys.setup,
-        "temp": temp,
+        "temp_root": keys.temp_root,
         "agent": [node.address, node.agent],
         "seconds": keys.start_seconds,
         "stop_seconds": keys.stop_seconds,

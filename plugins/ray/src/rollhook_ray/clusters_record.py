@@ -33,7 +33,7 @@ class Record:
     @property
     def temp(self) -> str:
         """Ray's temporary directory on each host."""
-        return f"{self.keys['temp_root']}/rh-cluster-{self.nonce[:10]}"
+        return clusters_node.temporary(self.keys["temp_root"], self.nonce) + "/ray"
 
 
 def record_path(name: str) -> Path:

@@ -167,7 +167,7 @@ class Site:
         if self._runs(node):
             self.say(f"{node.name} on {called(node.host)} runs already (process {self.pid(node)})")
             return
-        request = start_request(self.keys, node, self.record.nonce, self.record.temp)
+        request = start_request(self.keys, node, self.record.nonce)
         left = max(1.0, min(self.keys.start_seconds, deadline - time.monotonic()))
         request |= {"token": self._token, "from": _me(), "wait": wait, "seconds": left}
         began = time.monotonic()
