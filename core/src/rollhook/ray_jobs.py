@@ -20,6 +20,8 @@ from rollhook.errors import LauncherError, RollhookError
 from rollhook.job_script import ended_state
 from rollhook.launcher import JobStatus
 
+#: the oldest Ray that is supported
+OLDEST = "2.49"
 ENDED = frozenset({"STOPPED", "SUCCEEDED", "FAILED"})
 #: Ray's dashboard takes no larger request
 MAX_PACKAGE_BYTES = 100 * 1024 * 1024
@@ -91,7 +93,7 @@ class RayJobs:
 
     async def version(self) -> str:
         """Return the cluster's Ray version."""
-        return str((await self._json("GET", "/api/version"))["ray_version"])
+        return str(await self._json("GET", "/api/version", field=("ray_version",)))
 
     async def nodes(self) -> list[RayNode]:
         """Return all nodes that Ray remembers, dead ones too."""
@@ -112,12 +114,12 @@ class RayJobs:
 
     async def cluster_status(self) -> str:
         """Return the text of `ray status`."""
-        reply = await self._json("GET", "/api/cluster_status?format=1")
-        return str(reply["data"]["clusterStatus"])
+        field = ("data", "clusterStatus")
+        return str(await self._json("GET", "/api/cluster_status?format=1", field=field))
 
     async def submit(self, request: Mapping[str, Any]) -> str:
         """Submit a job (the fields of Ray's JobSubmitRequest) and return its submission id."""
-        return str((await self._json("POST", "/api/jobs/", json=dict(request)))["submission_id"])
+        return str(await self._json("POST", "/api/jobs/", json=dict(request), field=("submission_id",)))
 
     async def job(self, job_id: str) -> RayJob | None:
         """Return a job, None if Ray does not know it."""
@@ -131,12 +133,13 @@ class RayJobs:
 
     async def stop(self, job_id: str) -> bool:
         """Ask a job to stop; False if it had ended. Raises LauncherError for an unknown one."""
-        return bool((await self._json("POST", f"/api/jobs/{quote(job_id, safe='')}/stop"))["stopped"])
+        path = f"/api/jobs/{quote(job_id, safe='')}/stop"
+        return bool(await self._json("POST", path, field=("stopped",)))
 
     async def delete(self, job_id: str) -> bool:
         """Delete an ended job from Ray's memory; False if Ray does not know it."""
-        reply = await self._json("DELETE", f"/api/jobs/{quote(job_id, safe='')}", missing=None)
-        return reply is not None and bool(reply["deleted"])
+        path = f"/api/jobs/{quote(job_id, safe='')}"
+        return bool(await self._json("DELETE", path, missing=None, field=("deleted",)))
 
     async def wait(self, job_id: str, seconds: float, *, started: bool = False) -> RayJob | None:
         """Return a job once it has ended (or `started`), or as it stands when the time is up."""
@@ -150,8 +153,8 @@ class RayJobs:
 
     async def log(self, job_id: str) -> bytes:
         """Return what Ray kept of a job's output; it is on the driver's node, and gone with that."""
-        reply = await self._json("GET", f"/api/jobs/{quote(job_id, safe='')}/logs")
-        return str(reply["logs"]).encode("utf-8", "surrogateescape")
+        logs = await self._json("GET", f"/api/jobs/{quote(job_id, safe='')}/logs", field=("logs",))
+        return str(logs).encode("utf-8", "surrogateescape")
 
     async def follow(self, job_id: str, *, patience: float = 120.0) -> AsyncIterator[bytes]:
         """Give a job's output from its beginning until it has ended.
@@ -204,26 +207,28 @@ class RayJobs:
             raise self._unreachable(error) from error
 
     async def _state(self, what: str) -> list[dict[str, Any]]:
-        reply = await self._json("GET", f"/api/v0/{what}?detail=1&limit=10000")
-        if not reply.get("result"):
-            raise LauncherError(
-                f"the Ray dashboard at {self.address} cannot list its {what}: {reply.get('msg')}"
-            )
-        rows: list[dict[str, Any]] = reply["data"]["result"]["result"]
+        field = ("data", "result", "result")
+        rows: list[dict[str, Any]] = await self._json(
+            "GET", f"/api/v0/{what}?detail=1&limit=10000", field=field
+        )
         return rows
 
-    async def _json(self, method: str, path: str, **keys: Any) -> Any:
+    async def _json(self, method: str, path: str, *, field: Sequence[str] = (), **keys: Any) -> Any:
+        """Return the JSON value of an answer, or a field of it; None for what does not exist."""
         body = await self._request(method, path, **keys)
         if body is None:
             return None
         try:
-            return orjson.loads(body)
-        except orjson.JSONDecodeError as error:
+            value = orjson.loads(body)
+            for name in field:
+                value = value[name]
+        except (ValueError, LookupError, TypeError) as error:
             raise LauncherError(
-                f"what answers at {self.address} is no Ray dashboard: {method} {path} gave no JSON; "
-                "check the address",
+                f"what answers {method} {path} at {self.address} is no dashboard of Ray {OLDEST} or newer: "
+                f"{_last_line(body.decode('utf-8', 'replace'))[:100]}; check the address",
                 kind="user",
             ) from error
+        return value
 
     async def _request(
         self,
@@ -246,10 +251,10 @@ class RayJobs:
             ):
                 body = await reply.read()
                 status = reply.status
+        except aiohttp.InvalidURL as error:
+            raise LauncherError(f"{self.address} is no address of a Ray dashboard", kind="user") from error
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise self._unreachable(error) from error
-        except ValueError as error:
-            raise LauncherError(f"{self.address} is no address of a Ray dashboard", kind="user") from error
         if status == 404 and missing is None:
             return None
         if status >= 400:

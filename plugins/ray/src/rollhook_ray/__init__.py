@@ -26,11 +26,8 @@ class RayLauncherConfig(JobKeys):
     ] = None
     entrypoint_resources: Annotated[
         dict[str, NonNegativeFloat],
-        Field(
-            default_factory=lambda: {"worker_node": 1.0},
-            description="custom resources of the driver, which only worker nodes have",
-        ),
-    ]
+        Field(description="custom resources of the driver, which only worker nodes have"),
+    ] = Field(default_factory=lambda: {"worker_node": 1.0})
     entrypoint_num_cpus: Annotated[
         NonNegativeFloat | None, Field(description="CPUs of the driver; null: what the job says, which is 1")
     ] = None
@@ -39,12 +36,8 @@ class RayLauncherConfig(JobKeys):
         bool, Field(description="the driver may run on the head node (a cluster of one node)")
     ] = False
     env_vars: Annotated[
-        dict[str, str],
-        Field(
-            default_factory=dict,
-            description="runtime_env.env_vars of the Ray job: its driver, tasks and actors",
-        ),
-    ]
+        dict[str, str], Field(description="runtime_env.env_vars of the Ray job: its driver, tasks and actors")
+    ] = Field(default_factory=dict)
     shared: Annotated[
         bool, Field(description="this machine sees the run's directory at the path that the nodes use")
     ] = True

@@ -29,18 +29,16 @@ CARRIED = ".rollhook"
 #: of a resource, what our own small jobs take: they fit beside anything
 SHARE = 0.001
 
-SEEN, UNSEEN, UNWRITABLE, NO_PYTHON = 0, 10, 11, 12
+SEEN, UNSEEN, UNWRITABLE, NO_PYTHON, NO_CODE = 0, 10, 11, 12, 13
 _LOOK = """\
 cat -- {marker} >/dev/null 2>&1 || exit {unseen}
 ( umask 077; : > {written} ) 2>/dev/null || exit {unwritable}
 rm -f -- {written}
-command -v python3 >/dev/null || exit {no_python}
 """
 _LOOK_UP = """\
 directory={directory}
 while [ ! -d "$directory" ]; do directory=$(dirname -- "$directory"); done
 [ -w "$directory" ] || exit {unwritable}
-command -v python3 >/dev/null || exit {no_python}
 """
 _CANCEL = (
     "import ray; ray.init(log_to_driver=False, configure_logging=False); "
@@ -158,19 +156,19 @@ def by_hand(address: str, body: Mapping[str, Any]) -> list[str]:
     return [*command, "--", *shlex.split(body["entrypoint"])]
 
 
-def looking(
-    job_id: str, directory: str, marker: str | None, resources: Mapping[str, float]
-) -> dict[str, Any]:
-    """Return a job that looks from a node whether it sees `directory`; its exit code is the answer.
+def looking(job: Job, marker: str | None, resources: Mapping[str, float]) -> dict[str, Any]:
+    """Return a job that looks from a node whether it sees a job's directory; its exit code is the answer.
 
     `marker` is a file that was written from here, None where this machine does not see the directory.
     """
-    codes = {"unseen": UNSEEN, "unwritable": UNWRITABLE, "no_python": NO_PYTHON}
-    quoted = shlex.quote(marker) if marker else ""
-    written = shlex.quote(f"{marker}.node") if marker else ""
+    codes = {"unseen": UNSEEN, "unwritable": UNWRITABLE}
+    quoted, written = (shlex.quote(marker), shlex.quote(f"{marker}.node")) if marker else ("", "")
     template = _LOOK if marker else _LOOK_UP
-    text = template.format(marker=quoted, written=written, directory=shlex.quote(directory), **codes)
-    return _small(f"{job_id}-look", text, {name: min(value, SHARE) for name, value in resources.items()})
+    text = template.format(marker=quoted, written=written, directory=shlex.quote(job.directory), **codes)
+    text += f"command -v python3 >/dev/null || exit {NO_PYTHON}\n"
+    if job.code.source == "path":
+        text += f"[ -d {shlex.quote(job.code.path)} ] || exit {NO_CODE}\n"
+    return _small(f"{job.id}-look", text, {name: min(value, SHARE) for name, value in resources.items()})
 
 
 def cancelling(job_id: str, setup: str) -> dict[str, Any]:

@@ -14,13 +14,12 @@ from packaging.version import InvalidVersion, Version
 
 from rollhook.errors import LauncherError
 from rollhook.launcher import Job
-from rollhook.ray_jobs import RayJobs, RayNode
+from rollhook.ray_jobs import OLDEST, RayJobs, RayNode
 from rollhook_ray import jobs
 
 if TYPE_CHECKING:
     from rollhook_ray import RayLauncherConfig
 
-OLDEST_RAY = "2.49"
 LOOK_SECONDS = 60.0
 
 
@@ -44,11 +43,11 @@ async def problems_of_cluster(client: RayJobs, config: RayLauncherConfig, job: J
 
 def _of_version(version: str, address: str) -> Iterator[str]:
     try:
-        old = Version(version) < Version(OLDEST_RAY)
+        old = Version(version) < Version(OLDEST)
     except InvalidVersion:  # a build of one's own
         return
     if old:
-        yield f"the cluster at {address} runs Ray {version}; {OLDEST_RAY} is the oldest that is supported"
+        yield f"the cluster at {address} runs Ray {version}; {OLDEST} is the oldest that is supported"
 
 
 def _of_nodes(nodes: Sequence[RayNode], config: RayLauncherConfig, job: Job) -> Iterator[str]:
@@ -84,7 +83,7 @@ async def problems_of_directory(client: RayJobs, config: RayLauncherConfig, job:
     """
     try:
         async with _marker(job.directory if config.shared else None) as marker:
-            body = jobs.looking(job.id, job.directory, marker, jobs.driver_resources(config, job))
+            body = jobs.looking(job, marker, jobs.driver_resources(config, job))
             name = await client.submit(body)
             seen = await client.wait(name, LOOK_SECONDS)
             if seen is not None and not seen.ended:
@@ -102,6 +101,7 @@ async def problems_of_directory(client: RayJobs, config: RayLauncherConfig, job:
         jobs.UNSEEN: f"a node of the cluster does not see {above}, which this machine does; storage.root "
         "must be on a file system that all share, at one path (or set shared: false)",
         jobs.UNWRITABLE: f"{above or job.directory} cannot be written by Ray's user on a node of the cluster",
+        jobs.NO_CODE: f"a node of the cluster has no directory {job.code.path} (code_path)",
         jobs.NO_PYTHON: "a node of the cluster has no python3 on its PATH, which the job's script needs",
     }
     said = f"a small job failed on the cluster: {seen.message.strip().splitlines()[0]}"
