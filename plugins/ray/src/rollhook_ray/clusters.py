@@ -9,13 +9,14 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 from rollhook.component import BuildContext
 from rollhook.errors import LauncherError, Unsupported, UsageError
 from rollhook.launcher import ClusterInfo, ClusterOptions, ClusterPlan, Clusters, ClusterState
 from rollhook_ray import clusters_node
 from rollhook_ray.cluster_keys import ClusterKeys
-from rollhook_ray.clusters_plan import dashboard_host, plan_nodes, start_request
+from rollhook_ray.clusters_plan import dashboard_host, is_loopback, plan_nodes, start_request
 from rollhook_ray.clusters_problems import problems
 from rollhook_ray.clusters_record import (
     Record,
@@ -37,6 +38,15 @@ class RayClusters(Clusters):
     config: Any
     context: BuildContext
 
+    def own_token(self, address: str) -> str | None:
+        """Return a reference to the token of the recipe's cluster, if this machine has it and it is meant.
+
+        A dashboard on a loopback address is: there is the cluster's own, or the one that ssh forwards.
+        """
+        path = token_path(self._keys.name)
+        meant = is_loopback(urlsplit(address).hostname or "")
+        return f"file:{path}" if meant and self._keys.auth == "token" and path.exists() else None
+
     def cluster_targets(self) -> Sequence[str]:
         """Return the name of the cluster."""
         return [self._keys.name]
@@ -47,8 +57,8 @@ class RayClusters(Clusters):
         if keys.by == "compose":
             up = ["docker", "compose", "-f", COMPOSE_FILE, "up", "--detach", "--wait"]
             notes = [
-                f"rendered only: write it with -o DIR, put a token into {keys.name}.token there, "
-                "and run the command in DIR"
+                f"rendered only: write the file, with a token in {keys.name}.token beside it, "
+                "and run the command there",
             ]
             return ClusterPlan("ray", [keys.name], files=render(keys), commands=[up], notes=notes)
         temp = Record(keys.name, _NONCE, {"temp_root": keys.temp_root}).temp
@@ -74,10 +84,7 @@ class RayClusters(Clusters):
             record = read_record(keys.name) or new_record(keys)
             token = self._token(keys, make=True)
             site = await asyncio.to_thread(Site, keys, record, token, say)
-            await site.look(_wanted(keys) if options.old else None)
-            if options.old and not site.unreachable:
-                await self._remove_old(site, options, say)
-                await site.look()
+            await site.look()
             if options.install and not site.unreachable:
                 await site.install()
                 await site.look()
@@ -109,11 +116,8 @@ class RayClusters(Clusters):
         async with _claimed(keys.name):
             record = read_record(keys.name)
             if record is None and not options.old:
-                raise LauncherError(
-                    f"no cluster {keys.name} was brought up from this machine; "
-                    "what runs from elsewhere is named and removed by --old",
-                    kind="user",
-                )
+                say(f"no cluster {keys.name} was brought up from this machine; --old finds others")
+                return []
             # ended as it was brought up: the recipe may have changed
             was = ClusterKeys.model_validate(record.keys) if record else keys
             site = await asyncio.to_thread(Site, was, record or new_record(keys), None, say)

@@ -16,6 +16,7 @@ from rollhook.launcher import ENDED, Handle, Job, JobStatus, Launcher, Plan
 from rollhook.ray_jobs import START_SECONDS, RayJob, RayJobs, Unreachable, job_status, without_values
 from rollhook.ray_package import pack
 from rollhook_ray import jobs
+from rollhook_ray.clusters import RayClusters
 from rollhook_ray.preflight import problems_of_cluster, problems_of_directory
 
 _POLL_SECONDS = 0.5
@@ -24,7 +25,7 @@ _PLACED_SECONDS = 60.0
 _ENDED_SECONDS = 45.0
 
 
-class RayLauncher(Launcher):
+class RayLauncher(RayClusters, Launcher):
     """Submits to the cluster whose dashboard is at `address`."""
 
     def __init__(self, config: Any, context: BuildContext) -> None:
@@ -176,7 +177,7 @@ class RayLauncher(Launcher):
         return dict(zip(wanted, texts, strict=True))
 
     def _client(self, seconds: float = 30.0) -> RayJobs:
-        token = self.config.token
+        token = self.config.token or self.own_token(self.config.address)
         secret = None if token is None else lambda: self.context.secret(str(token))
         return RayJobs(self.config.address, token=secret, seconds=seconds)
 
