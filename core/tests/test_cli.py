@@ -159,7 +159,7 @@ def test_no_arguments_show_the_help(cli: Run) -> None:
 
 
 def test_completion_knows_the_verbs() -> None:
-    done = program(_ROLLHOOK_COMPLETE="complete_bash", COMP_WORDS="rollhook pl", COMP_CWORD="1")
+    done = program(_ROLLHOOK_COMPLETE="complete_bash", COMP_WORDS="rollhook plu", COMP_CWORD="1")
     assert done.stdout.split() == ["plugins"]
     assert "rollhook" in program("--show-completion", SHELL="/bin/bash").stdout
 

@@ -10,7 +10,7 @@ from rollhook.engine.base import Engine
 from rollhook.engine.messages import MessageEngine, RequestLimits
 from rollhook.environment import Environment, Task
 from rollhook.errors import UsageError
-from rollhook.launcher import Launcher, Plan
+from rollhook.launcher import JobKeys, Launcher, Plan
 from rollhook.pack import Pack
 from rollhook.recipe.problem import Problem
 from rollhook.recipe.schema import Use
@@ -162,6 +162,10 @@ class Here(Launcher):
 class Afar(Here):
     in_process = False
 
+    @property
+    def shares_files(self):
+        return False
+
 
 class Log(Tracker):
     def log(self, step, metrics):
@@ -223,7 +227,7 @@ def rollhook_trainers():
 
 @hookimpl
 def rollhook_launchers():
-    return _components(here=(NoKeys, "Here"), afar=(NoKeys, "Afar"))
+    return _components(here=(NoKeys, "Here"), afar=(JobKeys, "Afar"))
 
 
 @hookimpl

@@ -49,7 +49,8 @@ def run(
     job; `rollhook jobs` has the verbs for it. `--resume RUN` goes on from the newest committed step.
     """
     from rollhook.errors import UsageError
-    from rollhook.recipe.check import compose
+    from rollhook.recipe.check import compose, drives_itself
+    from rollhook.recipe.load import read_recipe
     from rollhook.rundir import RunDir
     from rollhook.runtime.launch import drive_run, run_recipe
     from rollhook.runtime.native_job import Native, submit_new, submit_resumed
@@ -62,7 +63,8 @@ def run(
         if recipe is not None or run_id is not None or allow_changed:
             raise UsageError("--resume takes the recipe and the id of the run; give nothing beside it")
         found = RunDir.find(resume)
-        if detach or not _drives_itself(found.lock_path):
+        locked = found.lock_path.is_file()  # without one, whoever drives it says so
+        if detach or (locked and not drives_itself(read_recipe(found.lock_path))):
             _submit(submit_resumed(found), display, detach, timeout, json)
         _no_timeout(timeout)
         _finish(drive_run(found, display), display, json)
@@ -148,18 +150,6 @@ def _submit(
         shown = {name: getattr(record, name) for name in ("run_id", "attempt", "job_id", "launcher")}
         typer.echo(orjson.dumps(shown | {"directory": done.handle.directory}).decode())
     raise typer.Exit(0)
-
-
-def _drives_itself(lock: Path) -> bool:
-    """Return whether the launcher that a lock names lets the caller drive the run."""
-    from rollhook.plugins import load
-    from rollhook.recipe.load import read_recipe
-
-    recipe = read_recipe(lock).validated if lock.is_file() else None
-    if recipe is None:
-        return True  # whoever drives it says what is wrong with it
-    name = recipe.launcher.use
-    return bool(load([("launcher", name)]).load_class("launcher", name).in_process)
 
 
 def _no_timeout(timeout: float | None) -> None:

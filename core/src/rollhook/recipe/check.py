@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from rollhook.installed import EntryInfo
-from rollhook.plugins import Plugins, load
+from rollhook.plugins import LoadError, Plugins, load
 from rollhook.recipe.digests import digest_of
 from rollhook.recipe.load import Loaded, read_recipe
 from rollhook.recipe.lock import digest
@@ -75,11 +75,13 @@ def compose(
 ) -> tuple[Loaded, Plugins]:
     """Return a recipe that can run here and its plugins. Raises RecipeError with all that is wrong.
 
-    With `site` None one whose launcher is not `local` need not be able to run here.
+    With `site` None one need not be able to run here whose launcher drives runs elsewhere.
 
     What is no longer as a lock says is wrong too, unless `allow_changed` names it, or is `all`: it is then
     among the remarks of what is returned.
     """
+    if site is None:
+        site = "here" if drives_itself(read_recipe(source, overrides)) else "none"
     checked = check_recipe(source, overrides, site=site, needs_results=needs_results, evaluating=evaluating)
     loaded, stopped = checked.loaded, [each for each in checked.problems if each not in checked.mismatches]
     if allow_changed and loaded.locked is None and loaded.resolved:
@@ -93,6 +95,15 @@ def compose(
     if stopped or still:
         raise RecipeError([*stopped, *still])
     return loaded, checked.plugins
+
+
+def drives_itself(loaded: Loaded) -> bool:
+    """Return whether the recipe's launcher lets the caller drive the run; also while that is not known."""
+    use = loaded.validated.launcher.use if loaded.validated is not None else "local"
+    try:
+        return use == "local" or bool(load([("launcher", use)]).load_class("launcher", use).in_process)
+    except LoadError:
+        return True  # the check says what is wrong with it
 
 
 def _check(
