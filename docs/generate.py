@@ -48,7 +48,11 @@ INTERFACES = [
     ("Trainers", "rollhook.trainer", ["NativeTrainer"]),
     ("Trackers", "rollhook.tracker", ["Tracker"]),
     ("Packs", "rollhook.pack", ["Pack"]),
-    ("Launchers", "rollhook.launcher", ["Launcher", "Job"]),
+    (
+        "Launchers",
+        "rollhook.launcher",
+        ["Launcher", "Job", "Plan", "Handle", "JobStatus", "Clusters", "ClusterInfo", "ClusterOptions"],
+    ),
     ("What every component is built with", "rollhook.component", ["Component", "BuildContext", "Config"]),
     ("Records", "rollhook.records", ["Sample", "EpisodeRecord", "Outcome", "Group"]),
 ]
@@ -72,6 +76,11 @@ A recipe says what a run does; these only say where things are on this machine.
 | `ROLLHOOK_AGENT` | Set by the agent `command` on this machine, to find all that its program starts. |
 | `ROLLHOOK_SESSION_URL`, `ROLLHOOK_MODEL` | Set by it for its program: its session, the model's name. |
 | `ROLLHOOK_TASK`, `ROLLHOOK_TASK_FILE` | Set by it as well: the task, or the file that holds it. |
+| `ROLLHOOK_RUN_ID`, `ROLLHOOK_ATTEMPT` | Set in a job: the run, and which attempt at it this is. |
+| `ROLLHOOK_JOB_DIR`, `ROLLHOOK_JOB_FILES` | Set in a job: its attempt's directory, and its script's. |
+| `ROLLHOOK_SIGNALS` | Set for a moment by a job's script that was started with interrupts ignored. |
+| `ROLLHOOK_WORKER_RESOURCE` | Set by launchers: a Ray resource that only nodes for work have. |
+| `ROLLHOOK_K8S_SECRETS` | Where a job on Kubernetes has its Secrets (default `/var/run/rollhook/secrets`). |
 | `ROLLHOOK_TEST_IMAGE` | For tests at `DOCKER_HOST`: an image with bash, coreutils and python3. |
 
 A secret is named in a recipe by a reference such as `env:NAME`, and read from the variable of that name
