@@ -1,16 +1,23 @@
-"""Native trainers: a plain class that the cluster places on one process per rank."""
+"""Trainers: native ones, which the cluster places on one process per rank, and frameworks that host us."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from rollhook.component import BuildContext
 
 if TYPE_CHECKING:
+    from rollhook.launcher import Probe
+    from rollhook.recipe.schema import Recipe
     from rollhook.records import Sample
+
+#: what becomes of a recipe's key under a framework that hosts us: `run` by us in the bridge, `rendered` into
+#: the framework's own settings, or `refused` by `check`
+Treatment = Literal["run", "rendered", "refused"]
 
 
 class NativeTrainer(ABC):
@@ -19,6 +26,7 @@ class NativeTrainer(ABC):
     Weight directories are Hugging Face layouts: `config.json`, `model.safetensors`, tokenizer files.
     """
 
+    hosted: ClassVar[bool] = False
     #: weights are made here from `model.init` when a recipe asks for it
     can_initialise: ClassVar[bool] = False
 
@@ -76,3 +84,66 @@ class NativeTrainer(ABC):
 
     def close(self) -> None:
         """Release memory; safe to call twice."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a hosted framework's job gets: nodes of so many GPUs, and the run's directory as they see it."""
+
+    nodes: int
+    gpus_per_node: int
+    run_dir: str
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """The framework's job: a bash script that is run once on the driver's node, with RAY_ADDRESS set.
+
+    `env` is literal; `files` are delivered beside the script (`$ROLLHOOK_JOB_FILES`), where the recipe's
+    lock is `recipe.lock.yaml`.
+    """
+
+    script: str
+    env: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
+    probes: Sequence[Probe] = ()
+
+
+class HostedTrainer(ABC):
+    """A framework that owns the training loop and the engines; its bridge calls us for episodes.
+
+    The bridge, in a process of the framework, uses `rollhook.runtime.hosted.HostedEpisodes`.
+    """
+
+    hosted: ClassVar[bool] = True
+    can_initialise: ClassVar[bool] = False
+    #: recipe key, or the section that it is in -> treatment; the longest that fits counts, and one fits each
+    #: key
+    treatment: ClassVar[Mapping[str, Treatment]]
+
+    def __init__(self, config: Any, context: BuildContext) -> None:
+        self.config = config
+        self.context = context
+
+    @classmethod
+    def needs_rollouts(cls, config: Any) -> bool:
+        """Return whether it trains on episodes (True) or on data of its own (False, e.g. SFT)."""
+        return True
+
+    @classmethod
+    def treats(cls, key: str) -> Treatment:
+        """Return what becomes of a recipe's key. Raises KeyError for one that the table lacks."""
+        parts = key.split(".")
+        for length in range(len(parts), 0, -1):
+            found = cls.treatment.get(".".join(parts[:length]))
+            if found is not None:
+                return found
+        raise KeyError(key)
+
+    @abstractmethod
+    def render(self, recipe: Recipe, engine: Sequence[str], place: Place) -> Rendered:
+        """Return the job: pure, complete, without a secret.
+
+        `engine` is the command line of the recipe's engine without what the framework sets itself
+        (`rollhook.engine.base.Engine.options`); empty where the recipe has no engine.
+        """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import dataclasses
 import functools
 import logging
@@ -100,6 +101,12 @@ class EpisodeRunner:
         self.live = live or Live()
         self._now = now
         self._reported: set[tuple[object, ...]] = set()
+
+    def asking(self, policy: Policy) -> EpisodeRunner:
+        """Return a runner that differs in the policy that its agent asks."""
+        other = copy.copy(self)
+        other.policy = policy
+        return other
 
     async def run(self, request: EpisodeRequest) -> EpisodeResult:
         """Run one episode; every failure becomes its outcome, only cancellation passes through.

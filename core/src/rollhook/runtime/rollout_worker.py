@@ -195,8 +195,15 @@ async def build_environments(
     for number, (name, use) in enumerate(zip(distinct([use.use for use in uses]), uses, strict=True)):
         environment: Environment = parts.build("environment", use, f"environment.{number}")
         stack.push_async_callback(environment.aclose)
-        problems = await asyncio.to_thread(environment.problems, capabilities)
+        splits = [use.split, *([parts.recipe.evaluation.split] if parts.recipe.evaluation.every else ())]
+        problems = await asyncio.to_thread(_problems, environment, capabilities, splits)
         if problems:
             raise UsageError(f"environment {name} cannot run here: {'; '.join(problems)}")
         found[name] = environment
     return found
+
+
+def _problems(environment: Environment, capabilities: frozenset[str], splits: Sequence[str]) -> Sequence[str]:
+    """Return why an environment's tasks of these splits cannot run on sandboxes with these capabilities."""
+    tasks = [task for split in dict.fromkeys(splits) for task in environment.tasks(split)]
+    return environment.problems(capabilities, tasks)
