@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from rollhook_sglang.command import Start, command
 from rollhook_sglang.config import PROFILES, SGLangConfig
+from rollhook_sglang.engine import SGLangEngine
 
 START = Start(Path("/w/v000003"), 3, "127.0.0.1", 31000, 9)
 ALWAYS = [
@@ -63,14 +64,14 @@ def test_the_balanced_profile_is_one_node_of_four_ranks_with_attention_each() ->
 
 
 def test_the_low_latency_profile_is_eight_gpus_without_ranks_that_draft_deeper() -> None:
-    found = argv(profile="low_latency")
+    found = argv(profile="low-latency")
     assert not {"--dp-size", "--attn-dp-size", "--enable-dp-attention"} & set(found)
     assert (after(found, "--tp-size"), after(found, "--speculative-num-draft-tokens")) == ("8", "6")
     assert (after(found, "--max-running-requests"), after(found, "--chunked-prefill-size")) == (
         "512",
         "16384",
     )
-    assert SGLangConfig(profile="low_latency", nnodes=2, host="node").gpus_needed == 8
+    assert SGLangConfig(profile="low-latency", nnodes=2, host="node").gpus_needed == 8
 
 
 @pytest.mark.parametrize("profile", PROFILES)
@@ -156,3 +157,26 @@ def test_free_arguments_that_have_no_key_are_taken() -> None:
         "/etc/sglang.yaml",
     ]
     assert argv(extra_args=arguments)[-5:] == arguments
+
+
+def test_the_options_for_a_framework_that_starts_servers_are_those_of_the_command_line() -> None:
+    config = SGLangConfig(profile="balanced", version="0.5.10", extra_args=["--log-level", "info"])
+    options = list(SGLangEngine.options(config))
+    argv = command(config, "0.5.10", START)
+    assert argv[-len(options) :] == options
+    assert options[:3] == ["--dp-size", "4", "--enable-dp-attention"]
+    assert "--model-path" not in options
+    assert "--port" not in options
+
+
+def test_a_key_of_speculative_that_is_given_is_added_to_the_profiles() -> None:
+    found = argv(profile="low-latency", speculative={"draft_attention_backend": "nsa", "num_steps": 3})
+    assert after(found, "--speculative-algorithm") == "EAGLE"
+    assert after(found, "--speculative-num-steps") == "3"
+    assert after(found, "--speculative-num-draft-tokens") == "6"
+    assert after(found, "--speculative-draft-attention-backend") == "nsa"
+
+
+def test_speculative_without_a_profile_needs_an_algorithm() -> None:
+    with pytest.raises(ValidationError, match="speculative needs an algorithm"):
+        SGLangConfig(speculative={"num_steps": 3})

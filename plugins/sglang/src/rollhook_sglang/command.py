@@ -46,7 +46,12 @@ def command(config: SGLangConfig, version: str, start: Start) -> list[str]:
     if start.first is not None:
         argv += ["--nnodes", str(config.nnodes), "--node-rank", str(start.node_rank)]
         argv += ["--dist-init-addr", start.first]
-    argv += _ranks(config, version)
+    return [*argv, *shape(config, version)]
+
+
+def shape(config: SGLangConfig, version: str) -> list[str]:
+    """Return what the keys say of a server, wherever it runs: ranks, memory, kernels, decoding."""
+    argv = _ranks(config, version)
     for key, option in VALUES.items():
         if (value := config.get(key)) is not None:
             argv += [releases.flag(option, version), _text(value)]

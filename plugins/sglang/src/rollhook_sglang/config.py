@@ -119,9 +119,11 @@ def _no_secrets(env: dict[str, str]) -> dict[str, str]:
 
 
 class Speculative(Config):
-    """Speculative decoding."""
+    """Speculative decoding. A key that is not given is the profile's."""
 
-    algorithm: Annotated[str, Field(description="EAGLE, EAGLE3, NGRAM, ...")]
+    algorithm: Annotated[
+        str | None, Field(description="EAGLE, EAGLE3, NGRAM, ...; needed without a profile")
+    ] = None
     num_steps: Annotated[PositiveInt | None, Field(description="steps of the draft model")] = None
     eagle_topk: Annotated[PositiveInt | None, Field(description="branches of each step")] = None
     num_draft_tokens: Annotated[PositiveInt | None, Field(description="tokens that are verified at once")] = (
@@ -153,10 +155,11 @@ PROFILES: dict[str, dict[str, Any]] = {
         "chunked_prefill_size": 32768,
         "speculative": Speculative(algorithm="EAGLE", num_steps=1, eagle_topk=1, num_draft_tokens=2),
     },
-    "low_latency": {
+    "low-latency": {
         **_COMMON,
         "tp_size": 8,
         "ep_size": 8,
+        "moe_runner_backend": "flashinfer_trtllm_routed",
         "max_running_requests": 512,
         "chunked_prefill_size": 16384,
         "speculative": Speculative(algorithm="EAGLE", num_steps=5, eagle_topk=1, num_draft_tokens=6),
@@ -179,7 +182,7 @@ class SGLangConfig(Config):
     ] = None
     engines: Annotated[PositiveInt, Field(description="servers, each with the whole model")] = 1
     profile: Annotated[
-        Literal["balanced", "low_latency"] | None,
+        Literal["balanced", "low-latency"] | None,
         Field(description="values for keys that are not given: for many requests at once, or for few"),
     ] = None
 
@@ -274,6 +277,9 @@ class SGLangConfig(Config):
     def _fits(self) -> Self:
         if self.nnodes > 1 and self.host != "node":
             raise ValueError("a server that spans nodes listens on their own addresses: set host to node")
+        decoding = self.get("speculative")
+        if isinstance(decoding, Speculative) and decoding.algorithm is None:
+            raise ValueError("speculative needs an algorithm where no profile has one")
         tp, dp = self.get("tp_size") or 1, self.get("dp_size") or 1
         if self.get("dp_attention") and tp % dp:
             raise ValueError(f"with dp_attention tp_size ({tp}) must be a multiple of dp_size ({dp})")
@@ -284,9 +290,10 @@ class SGLangConfig(Config):
     def get(self, key: str) -> Any:
         """Return a key's value, or the profile's where it is not given; None for SGLang's own default."""
         value = getattr(self, key)
-        if value is None and self.profile is not None:
-            return PROFILES[self.profile].get(key)
-        return value
+        of_profile = PROFILES[self.profile].get(key) if self.profile is not None else None
+        if isinstance(value, Speculative) and isinstance(of_profile, Speculative):
+            return of_profile.model_copy(update=value.model_dump(exclude_none=True))
+        return of_profile if value is None else value
 
     @property
     def gpus_needed(self) -> float:

@@ -14,6 +14,7 @@ from rollhook.engine.weights import update_workers
 from rollhook.errors import EngineError, RollhookError
 from rollhook.router import Worker
 from rollhook_sglang import releases
+from rollhook_sglang.command import shape
 from rollhook_sglang.config import SGLangConfig
 from rollhook_sglang.server import Server
 
@@ -34,6 +35,11 @@ class SGLangEngine(Engine):
         self._client = EngineClient()
         self._watchers: list[asyncio.Task[None]] = []
         self._newest: tuple[Path, int] | None = None
+
+    @classmethod
+    def options(cls, config: SGLangConfig) -> Sequence[str]:
+        """Return a server's arguments in the words of `version`, by default the oldest supported release."""
+        return shape(config, config.version or ".".join(map(str, releases.OLDEST)))
 
     async def start(self, placement: Placement, model_dir: Path, weight_version: int) -> Sequence[Worker]:
         """Start the servers with these weights and return their workers, all of which have generated."""
