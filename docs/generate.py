@@ -132,7 +132,11 @@ def default_text(field: FieldInfo) -> str:
         return "empty"
     if isinstance(shown, Secret):
         shown = str(shown)
-    return f"`{json.dumps(shown)}`" if not isinstance(shown, str) else f"`{shown}`"
+    return f"`{json.dumps(shown, default=_plain)}`" if not isinstance(shown, str) else f"`{shown}`"
+
+
+def _plain(value: object) -> object:
+    return value.model_dump(mode="json") if isinstance(value, pydantic.BaseModel) else str(value)
 
 
 def section_of(annotation: Any) -> type[pydantic.BaseModel] | None:
