@@ -141,8 +141,15 @@ class Controllers:
         elif failed == len(pods):
             name = each["metadata"]["name"]
             place = f"{name[:50]}-{suffix()}"
-            if self.world.options.ray and each["metadata"].get("ownerReferences"):
-                self.kubelet.real.add((key[1], place))
+            env = {
+                var["name"]: var.get("value")
+                for var in each["spec"]["template"]["spec"]["containers"][0].get("env", [])
+            }
+            if job_id := env.get("RAY_JOB_SUBMISSION_ID"):
+                if self.world.options.ray:
+                    self.kubelet.real.add((key[1], place))
+                else:
+                    self.kubelet.scripts.insert(0, {"match": place, **self.jobs.pod_script(job_id)})
             self._pod(each, place, {"job-name": name, "batch.kubernetes.io/job-name": name})
             change["active"] = 1
         if any(status.get(field) != value for field, value in change.items()):

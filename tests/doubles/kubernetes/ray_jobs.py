@@ -6,6 +6,7 @@ A script is a JSON object; the first that matches a RayJob is for it:
     status   in which the job ends (SUCCEEDED)
     seconds  of the cluster, until then; null: never (1)
     message  of its end
+    logs     lines that its submitter prints (none)
     stays    SUBMIT: the dashboard refuses; CHECK: the status cannot be asked for (absent: neither)
 """
 
@@ -23,7 +24,7 @@ from doubles.kubernetes import ray_pods
 from doubles.kubernetes.store import Object
 from doubles.kubernetes.world import World
 
-_SCRIPT = {"match", "times", "status", "seconds", "message", "stays"}
+_SCRIPT = {"match", "times", "status", "seconds", "message", "logs", "stays"}
 
 
 class Unreachable(Exception):
@@ -79,6 +80,15 @@ class Jobs:
         if self._jobs[job_id].script.get("stays") == "SUBMIT":
             del self._jobs[job_id]
             raise Unreachable("the script's dashboard refuses")
+
+    def pod_script(self, job_id: str) -> dict[str, Any]:
+        """Return the script of the pod that submits a scripted job and follows its log."""
+        script = self._jobs[job_id].script
+        seconds = script.get("seconds", 1)
+        ends = (
+            {} if seconds is None else {"dies": seconds, "exit_code": int(script.get("status") == "FAILED")}
+        )
+        return {"logs": script.get("logs", []), **ends}
 
     def begin(self, job: Object, job_id: str) -> None:
         """Begin a scripted job that another than the operator has submitted."""

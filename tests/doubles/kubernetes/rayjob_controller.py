@@ -352,9 +352,9 @@ class RayJobs:
             "metadata": {"name": meta["name"], "ownerReferences": [ray_pods.owner(job)]},
             "spec": {"backoffLimit": limit, "template": template},
         }
-        self.store.create(_BATCH, meta["namespace"], self.world.admit(_BATCH, body), "kuberay-operator")
         if not self.world.options.ray:
             self.jobs.begin(job, job_id)
+        self.store.create(_BATCH, meta["namespace"], self.world.admit(_BATCH, body), "kuberay-operator")
 
     def _submitter_failed(self, job: Object) -> str:
         batch = self.store.find(_BATCH, job["metadata"]["namespace"], job["metadata"]["name"])

@@ -136,9 +136,10 @@ class Store:
                     meta[each] = was[each]
             if resource.generated and _without_status(new) != _without_status(old):
                 meta["generation"] = was.get("generation", 1) + 1
-        if _bare(new) == _bare(old) and meta.get("managedFields", 0) == was.get("managedFields", 0):
+        untold = meta.get("managedFields") in (None, was.get("managedFields"))
+        if _bare(new) == _bare(old) and untold:
             return old
-        if meta.get("managedFields") in (None, was.get("managedFields")):
+        if untold:
             patch.note_update(resource, old, new, manager, subresource)
         if "deletionTimestamp" in was and not new["metadata"].get("finalizers") and not _graceful(new):
             return self._take(key, new)
