@@ -1,0 +1,188 @@
+"""A native run as a job on a real Ray cluster of several nodes: where its parts are, and how it dies.
+
+The nodes are processes of this machine with addresses of their own, so what listens on loopback alone, or is
+announced by the wrong address, is not reached.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import orjson
+import pytest
+from killing import wait_until_gone
+from surviving import assert_survived
+
+from rollhook import journal
+from rollhook.job_script import LOG, read_exit_code, script_files
+from rollhook.launcher import Job
+from rollhook.rundir import RunDir
+from rollhook.testing.ray_cluster import WORKER_RESOURCE, ray_cluster
+
+pytest.importorskip("torch", reason="needs torch: `python3 core test` installs it")
+pytest.importorskip("ray", reason="needs ray: `python3 core test` installs it")
+
+STEPS = 80
+#: the quickstart with a model that knows nothing, an engine and a rollout worker for each node
+SMALL = [
+    "~needs",
+    "~model.path",
+    "+model.init={architecture: llama, sizes: {hidden_size: 32, num_hidden_layers: 1, "
+    "num_attention_heads: 2, num_key_value_heads: 2, intermediate_size: 64, max_position_embeddings: 256}}",
+    "+model.tokenizer={train: 'pack:pocket/demos.jsonl', vocab_size: 400}",
+    "budgets.reply_tokens=8",
+    "sandbox.warm=2",
+    "engine.processes=2",
+    "+rollout.workers=2",
+    "rollout.batch_groups=2",
+    "rollout.group_size=4",
+    "+rollout.max_staleness=1",
+    "+rollout.drop_zero_variance=false",
+    "evaluation.every=0",
+    f"steps={STEPS}",
+]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with ray_cluster(tmp_path_factory.mktemp("cluster")) as cluster:
+        yield cluster
+
+
+class Jobs:
+    """Attempts at one run, each a job on a node that sees the run's directory; its submitter does not."""
+
+    def __init__(self, place, cluster):
+        self.place, self.cluster = place, cluster
+        self.run = RunDir(place / "shared/runs/far")
+        homes = {name: str(place / name.lower()) for name in ("XDG_CACHE_HOME", "XDG_STATE_HOME")}
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        self.environ = os.environ | homes | {"PATH": path}
+        rollhook = [sys.executable, "-m", "rollhook.cli.main"]
+        root = f"storage.root={self.run.path.parent}"
+        words = ["lock", "quickstart", *SMALL, root, "--output", str(place / "lock.yaml")]
+        subprocess.run([*rollhook, *words], cwd=place, env=self.environ, check=True)
+
+    def submit(self, number):
+        """Start a job as a launcher does: the script, by bash, on one node."""
+        job = Job(
+            run_id="far",
+            attempt=number,
+            directory=str(self.run.path / "attempts" / str(number)),
+            script=f'exec rollhook drive "$ROLLHOOK_JOB_FILES/recipe.lock.yaml" --into {self.run.path}',
+            files={"recipe.lock.yaml": (self.place / "lock.yaml").read_text()},
+            stopped_code=3,
+        )
+        sent = self.place / f"sent-{number}"
+        for name, text in script_files(job).items():
+            (sent / name).parent.mkdir(parents=True, exist_ok=True)
+            (sent / name).write_text(text)
+        there = {"RAY_ADDRESS": self.cluster.address, "ROLLHOOK_WORKER_RESOURCE": WORKER_RESOURCE}
+        return subprocess.Popen(
+            ["bash", str(sent / "job/job.sh")],
+            cwd=self.place, env=self.environ | there, stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+
+    def log(self, number):
+        return (self.run.path / "attempts" / str(number) / LOG).read_text()
+
+    def until_committed(self, number, process, steps):
+        """Wait until the attempt has committed so many steps of its own."""
+        path = self.run.path / "attempts" / str(number) / "journal.jsonl"
+        deadline = time.monotonic() + 200
+        while True:
+            entries = list(journal.read(path)) if path.exists() else []
+            if sum(entry.event == "step_committed" for entry in entries) >= steps:
+                return
+            assert process.poll() is None, self.log(number)[-3000:]
+            assert time.monotonic() < deadline, self.log(number)[-3000:]
+            time.sleep(0.1)
+
+    def engines(self, number):
+        """Return what the attempt says of its engines, once that is known of all."""
+        path = self.run.path / "attempts" / str(number) / "live.json"
+        deadline = time.monotonic() + 20
+        while len(found := orjson.loads(path.read_bytes())["engines"]) < 2 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return found
+
+    def driver(self):
+        """Return the process that drives the newest attempt."""
+        return self.run.newest_attempt().owner["pid"]
+
+    def ended(self, number, process):
+        """Return the job's exit code, as it left it."""
+        process.wait(90)
+        return read_exit_code(self.run.path / "attempts" / str(number))
+
+
+def actors_of(node):
+    """Return the logs of the actors on a node by their process."""
+    found = {}
+    for pid in node.processes():
+        try:
+            log = Path(os.readlink(f"/proc/{pid}/fd/1"))
+            title = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            continue
+        if title.startswith(b"ray::_Resident"):
+            found[pid] = log.stem
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_across_nodes_survives_its_drivers_and_a_node(tmp_path, cluster, record_property):
+    jobs = Jobs(tmp_path, cluster)
+    run, began = jobs.run, time.monotonic()
+
+    # parts on every worker, none on the head; engines are reached at their nodes' addresses
+    process = jobs.submit(1)
+    jobs.until_committed(1, process, 2)
+    assert actors_of(cluster.head) == {}
+    names = [sorted(actors_of(node).values()) for node in cluster.workers]
+    assert all(names), names
+    engines = jobs.engines(1)
+    assert {each["url"].split("/")[2].split(":")[0] for each in engines} == {"127.0.0.2", "127.0.0.3"}
+    assert all(each["healthy"] for each in engines)
+    assert sorted(name for each in names for name in each) == sorted(
+        path.stem for path in (run.path / "attempts/1/logs").glob("*.log") if path.stem != "driver"
+    )
+
+    # kill -9 of the driver: nothing of it is left on any node
+    os.kill(jobs.driver(), signal.SIGKILL)
+    killed = time.monotonic()
+    assert jobs.ended(1, process) == 128 + signal.SIGKILL
+    while any(actors_of(node) for node in cluster.workers) and time.monotonic() < killed + 20:
+        time.sleep(0.05)
+    gone = time.monotonic() - killed
+    assert [actors_of(node) for node in cluster.workers] == [{}, {}]
+    assert wait_until_gone(run.path) == []
+
+    # the next attempt goes on, on the same cluster; the trainer's node goes, and it fails and says why
+    process = jobs.submit(2)
+    jobs.until_committed(2, process, 1)
+    assert "Attempt 2 goes on from step" in jobs.log(2)
+    lost = next(node for node in cluster.workers if "trainer" in actors_of(node).values())
+    lost.kill()
+    assert jobs.ended(2, process) == 1
+    said = jobs.log(2)
+    assert f"the process of trainer on node {lost.host} died" in said, said[-3000:]
+    assert "Traceback" not in said
+
+    # the node that is left takes it to its end
+    cluster.workers.remove(lost)
+    process = jobs.submit(3)
+    process.wait(200)
+    assert jobs.ended(3, process) == 0, jobs.log(3)[-3000:]
+    assert [each.status for each in run.attempts()] == [None, "failed", "succeeded"]
+    assert_survived(run, STEPS)
+    assert wait_until_gone(run.path) == []
+    record_property(
+        "figure", f"{STEPS} steps in 3 attempts on a cluster, {time.monotonic() - began:.0f} s; "
+        f"all processes gone {gone:.1f} s after kill -9 of the driver"
+    )  # fmt: skip
