@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from rollhook.recipe.check import check_recipe
 from rollhook.recipe.load import read_recipe
 from rollhook_miles.checks import problems
 from rollhook_miles.config import MilesConfig, Parallel
@@ -71,3 +72,38 @@ def test_more_data_parallel_ranks_shard_the_state_until_it_fits() -> None:
     assert made.data_parallel == 8
     assert round(made.state / 1e9) == 35
     assert not made.must_stream
+
+
+def refused(*overrides: str) -> list[str]:
+    checked = check_recipe("glm5.2-tbench2-daytona", list(overrides), site="none")
+    told = "has no effect: trainer miles has no counterpart of it"
+    return [problem.key for problem in checked.problems if problem.message == told]
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        *["rollout.draw=learnable", "rollout.min_group=4", "rollout.fill=true", "rollout.workers=2"],
+        *["rollout.permute_rewards=true", "evaluation.greedy=true", "evaluation.episodes=20"],
+        *["checkpoint.keep=5", "router.drain_on_update=5", "gateway.port=8000", "model.tool_parser=glm47"],
+        *["model.init={architecture: llama, sizes: {}}"],
+    ],
+)
+def test_a_key_that_miles_does_not_read_is_refused(override: str) -> None:
+    key = override.partition("=")[0]
+    assert [found for found in refused(f"+{override}") if found.startswith(key)] != []
+
+
+def test_keys_that_are_run_or_rendered_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert refused("budgets.turns=5", "outcomes.timeout=drop", "rollout.refill_limit=2", "steps=3") == []
+    assert (
+        refused("sandbox=local", "engine.profile=low-latency", "router=prefix_cache", "trackers=[jsonl]")
+        == []
+    )
+
+
+def test_it_runs_as_a_job() -> None:
+    checked = check_recipe("glm5.2-tbench2-daytona", ["launcher=local"], site="none")
+    assert ("launcher.use", "set launcher to one that does, e.g. slurm, ray or kuberay") in [
+        (problem.key, problem.hint) for problem in checked.problems
+    ]

@@ -401,6 +401,36 @@ def launcher(c: Composition) -> Iterator[Problem]:
         )
 
 
+def hosted(c: Composition) -> Iterator[Problem]:
+    """What a framework that hosts us needs, and the keys that it would not read."""
+    part, r = c.part("trainer"), c.recipe
+    if not c.trains or part is None or part.cls is None or not part.cls.hosted:
+        return
+    launcher = c.part("launcher")
+    if launcher and launcher.cls and launcher.cls.in_process:
+        yield Problem(
+            "launcher.use",
+            f"trainer {part.name} runs as a job, and launcher {launcher.name} submits none",
+            hint="set launcher to one that does, e.g. slurm, ray or kuberay",
+        )
+    if _asks_from(c) not in ("", "process"):
+        yield Problem(
+            "agent.use",
+            f"{_use(r.agent)} asks the policy over HTTP, and under trainer {part.name} there is no such face",
+            hint="choose an agent that asks in its own process, e.g. shell",
+        )
+    if c.loaded.locked is not None:
+        return
+    refused = [key for key in _given(c) if part.cls.treats(key) == "refused"]
+    yield from _idle(c, refused, c.layer("trainer.use"), f"trainer {part.name} has no counterpart of it")
+
+
+def _given(c: Composition) -> Iterator[str]:
+    """Yield the keys that the recipe gives, those of lists of components without their number."""
+    for key in dict.fromkeys(c.loaded.layers):
+        yield ".".join(name for name in key.split(".") if not name.isdigit())
+
+
 def lists(c: Composition) -> Iterator[Problem]:
     """Names given twice in a list."""
     for key, names in (
@@ -460,6 +490,7 @@ _RULES: list[Callable[[Composition], Iterator[Problem]]] = [
     gateway,
     outside,
     launcher,
+    hosted,
     lists,
     router_chain,
     sandbox_isolation,

@@ -1,4 +1,4 @@
-"""The job of a recipe that Rollhook trains itself: `rollhook drive` beside its lock, on a node."""
+"""The job of a recipe: `rollhook drive` beside its lock, on a node, or what a hosted trainer renders."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import logging
 import shlex
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -26,6 +26,7 @@ from rollhook.rundir import RunDir, check_free, index_directory, new_run_id
 from rollhook.runtime.job_records import Record, next_attempt, records
 from rollhook.runtime.jobs import build_launcher, job_status, prepare, submit_plan
 from rollhook.secrets import resolve_secret
+from rollhook.trainer import Place, Rendered
 
 LOCK, RECIPE = "recipe.lock.yaml", "recipe.yaml"
 #: with which `rollhook drive` says that it was stopped
@@ -92,7 +93,7 @@ class Native:
         references |= {str(token)} if token is not None else set()
         common = keys or JobKeys()
         grace = getattr(self.launcher.config, "stop_grace_seconds", common.stop_grace_seconds)
-        return Job(
+        job = Job(
             run_id=run_id,
             attempt=attempt,
             directory=str(run / "attempts" / str(attempt)),
@@ -108,6 +109,31 @@ class Native:
             stop_signal="INT",
             stop_grace_seconds=grace,
             stopped_code=STOPPED_CODE,
+        )
+        return self._hosted(job, Place(common.nodes, common.gpus_per_node, str(run)))
+
+    def _hosted(self, job: Job, place: Place) -> Job:
+        """Return the job as a hosted trainer renders it; a native one's is as it was."""
+        recipe = self.loaded.recipe
+        use, engine = recipe.trainer, recipe.engine
+        if use is None or not self.plugins.load_class("trainer", use.use).hosted:
+            return job
+        context = BuildContext(logging.getLogger("rollhook.trainer"), Path("/"), Path("/"))
+        trainer = self.plugins.build(
+            "trainer", use.use, resolve_all(use.keys, self.plugins), context, "trainer"
+        )
+        options: Sequence[str] = ()
+        if engine is not None:
+            cls = self.plugins.load_class("engine", engine.use)
+            options = cls.options(self.plugins.config("engine", engine.use, engine.keys, "engine"))
+        rendered: Rendered = trainer.render(recipe, options, place)
+        return replace(
+            job,
+            script=rendered.script,
+            env={**rendered.env, **job.env},
+            files={**job.files, **rendered.files},
+            probes=[*rendered.probes, *job.probes],
+            stopped_code=None,
         )
 
 
