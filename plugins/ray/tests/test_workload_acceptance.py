@@ -11,13 +11,15 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from cluster_hosts import free_ports
+from namespaces import namespaced_cluster
 
 from rollhook.ray_jobs import RayJob, RayJobs, RayNode
 from rollhook.testing.ray_cluster import RayCluster
@@ -34,7 +36,11 @@ class Story:
     root: Path
     scratch: Path
     state: Path
-    dashboard: str
+    #: the dashboard as the submitter reaches it, and a client that reaches it from here
+    address: str
+    client: RayJobs
+    on_head: Sequence[str] = ()
+    cluster_keys: dict[str, Any] = field(default_factory=dict)
     prepared: list[str] = field(default_factory=list)
     logs: dict[str, str] = field(default_factory=dict)
     jobs: dict[str, RayJob] = field(default_factory=dict)
@@ -45,7 +51,7 @@ class Story:
 
     def start(self, *arguments: object) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-m", "rollhook.cli.main", *map(str, arguments)],
+            [*self.on_head, sys.executable, "-m", "rollhook.cli.main", *map(str, arguments)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -82,15 +88,53 @@ class Story:
     @property
     def base(self) -> Path:
         path = self.scratch / "base.yaml"
-        keys = {"address": self.dashboard, "nodes": 2, "gpus_per_node": 0}
+        keys = {"address": self.address, "nodes": 2, "gpus_per_node": 0, **self.cluster_keys}
         path.write_text(yaml.safe_dump(keys))
         return path
 
 
-@pytest.fixture(scope="module")
-def story(cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory) -> Story:
+@pytest.fixture(
+    scope="module",
+    params=[
+        "loopback",
+        pytest.param("namespaces", marks=pytest.mark.nightly),
+        pytest.param("up-and-down", marks=pytest.mark.nightly),
+    ],
+)
+def story(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+    """Tell the story on the cluster that all suites share, on three "machines", or on one of our own."""
     scratch = tmp_path_factory.mktemp("workloads")
-    return tell(Story(scratch / "private", scratch, scratch / "state", cluster.dashboard))
+    directories = (scratch / "private", scratch, scratch / "state")
+    if request.param == "loopback":
+        cluster: RayCluster = request.getfixturevalue("cluster")
+        yield tell(Story(*directories, cluster.dashboard, RayJobs(cluster.dashboard)))
+    elif request.param == "namespaces":
+        path = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+        with namespaced_cluster(scratch, environment=path) as spaces:
+            client = RayJobs(spaces.dashboard)
+            story = tell(Story(*directories, "http://127.0.0.1:8265", client, spaces.on_head))
+            yield story
+            # here, as on machines of their own, a driver's own address is that of its node
+            assert {story.jobs[name].driver_ip for name in JOBS} <= set(spaces.workers)
+    else:
+        yield from up_and_down(*directories)
+
+
+def up_and_down(root: Path, scratch: Path, state: Path) -> Iterator[Story]:
+    """Tell it between `rollhook workload up` and `down`, of a cluster on this machine."""
+    ports = free_ports()
+    address = f"http://127.0.0.1:{ports['dashboard']}"
+    client = RayJobs(address, token=lambda: next(state.rglob("token")).read_text())
+    keys: dict[str, Any] = {"cluster": {"name": "dod", "ports": ports, "cpus_per_worker": 4}}
+    story = Story(root, scratch, state, address, client, cluster_keys=keys)
+    base = story.base
+    try:
+        assert "dod ready" in story.run("workload", "up", "--base", base).stdout
+        yield tell(story)
+    finally:
+        ended = story.run("workload", "down", "--base", base).stdout
+    assert ended.count("worker-") >= 2
+    assert "There was nothing to end." in story.run("workload", "down", "--base", base).stdout
 
 
 def tell(story: Story) -> Story:
@@ -126,9 +170,8 @@ def tell(story: Story) -> Story:
 
 @pytest.fixture
 async def ray(story: Story) -> Story:
-    client = RayJobs(story.dashboard)
-    story.nodes = [*await client.nodes()]
-    found = {job.id: job for job in await client.jobs()}
+    story.nodes = [*await story.client.nodes()]
+    found = {job.id: job for job in await story.client.jobs()}
     story.jobs = {name: found[f"{name}-a1"] for name in JOBS}
     return story
 
@@ -150,7 +193,7 @@ def submitted_from_here_with_a_command_that_can_be_run_again(story: Story) -> No
         record = json.loads((story.job(name) / "attempts/1/submit.json").read_bytes())
         assert record["host"] == socket.gethostname()
         words = shlex.split((story.job(name) / "config/submit_cmd.txt").read_text())
-        assert words[:5] == ["ray", "job", "submit", "--address", story.dashboard]
+        assert words[:5] == ["ray", "job", "submit", "--address", story.address]
         assert words[words.index("--submission-id") + 1] == f"{name}-a1"
 
 
@@ -200,7 +243,9 @@ def code_comes_from_the_code_path(story: Story) -> None:
         code = story.root / "common/code/verl" / code_id
         assert f"MVP_PRECHECK_MARKER={code_id}\n" in story.logs[name]
         assert f"MVP_PRECHECK_VERL_FILE={code}/verl/__init__.py\n" in story.logs[name]
-        # and so it does in the tasks on the workers
+        nodes = sorted(node.ip for node in story.nodes if not node.head)
+        assert f"MVP_PRECHECK_NODES={','.join(nodes)}\n" in story.logs[name]  # asked on each of them
+        # and so it does in the tasks of the trainer
         assert f"verl:{code}/verl/__init__.py marker:{code_id}" in story.logs[name]
 
 

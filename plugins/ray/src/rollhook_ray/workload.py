@@ -182,6 +182,16 @@ def read_request(spec: Path, base: Path | None = None, *, submission_id: str | N
     return Request(job, site, job_id, spec.name, text, base_text)
 
 
+def read_base(path: Path) -> BaseConfig:
+    """Read a base config. Raises RecipeError with all that is wrong in it."""
+    problems: list[Problem] = []
+    _, data, lines = _read(path, problems)
+    site = _validated(BaseConfig, data, str(path), lines, problems)
+    if problems or site is None:
+        raise RecipeError(problems)
+    return site
+
+
 def check_id(text: str) -> str:
     """Return an id that is a run id too. Raises ValueError with one that would be."""
     if RUN_ID.fullmatch(text):

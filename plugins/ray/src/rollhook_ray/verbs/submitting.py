@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from rollhook.rundir import RunDir, check_free
 from rollhook.runtime import jobs
 from rollhook.runtime.job_records import Record, find_record
 from rollhook.secrets import resolve_secret
+from rollhook_ray import RayLauncherConfig
 from rollhook_ray.launcher import RayLauncher
 from rollhook_ray.workload import Request
 from rollhook_ray.workload_artefacts import artefacts, write_artefacts
@@ -35,12 +37,12 @@ class Submitted:
 
 def planned(request: Request, rendered: Rendered) -> Plan:
     """Return the launcher's plan; nothing is contacted."""
-    return _launcher(rendered).plan(rendered.job)
+    return _launcher_of(rendered).plan(rendered.job)
 
 
 async def problems_of(request: Request, rendered: Rendered) -> tuple[Sequence[str], Sequence[str]]:
     """Return what shared storage lacks for a job, and what the cluster does."""
-    launcher = _launcher(rendered)
+    launcher = _launcher_of(rendered)
     here = await asyncio.to_thread(missing, request.spec)
     if not rendered.config.shared:
         here = ["shared: false is not for workloads: their directory is on shared_root", *here]
@@ -62,7 +64,7 @@ async def submit_request(request: Request, rendered: Rendered) -> Submitted:
     here, there = await problems_of(request, rendered)
     if here:
         raise UsageError(_listed(request.id, [*here, *there]))
-    launcher = _launcher(rendered)
+    launcher = _launcher_of(rendered)
     plan = launcher.plan(rendered.job)
     run = await asyncio.to_thread(RunDir.create, root, request.spec.workload, run_id=request.id)
     keys = rendered.config.model_dump(mode="json", exclude_defaults=True)
@@ -82,16 +84,21 @@ def follow(submitted: Submitted, say: Callable[[str], None], timeout: float | No
     return watch_job(submitted.run, record, submitted.launcher, say, timeout, as_json=False)
 
 
-def _launcher(rendered: Rendered) -> Launcher:
+def build_launcher(config: RayLauncherConfig, run_id: str = "", attempt: int = 0) -> RayLauncher:
+    """Return the launcher of a base config, or of a job."""
     context = BuildContext(
         logger=logging.getLogger("rollhook.launcher"),
-        scratch=Path(),
+        scratch=Path(tempfile.gettempdir()),
         cache=cache_directory(),
-        run_id=rendered.job.run_id,
-        attempt=rendered.job.attempt,
+        run_id=run_id,
+        attempt=attempt,
         secret=resolve_secret,
     )
-    return RayLauncher(rendered.config, context)
+    return RayLauncher(config, context)
+
+
+def _launcher_of(rendered: Rendered) -> RayLauncher:
+    return build_launcher(rendered.config, rendered.job.run_id, rendered.job.attempt)
 
 
 def _lay_out(run: RunDir, attempt: int, files: dict[str, bytes]) -> None:

@@ -27,6 +27,7 @@ app = typer.Typer(
 
 Spec = Annotated[Path, typer.Argument(metavar="SPEC", help="the job spec, .yaml or .json")]
 Base = Annotated[Path | None, typer.Option(metavar="BASE", help="the base config of the site")]
+SiteBase = Annotated[Path, typer.Option("--base", metavar="BASE", help="the base config of the site")]
 Id = Annotated[str | None, typer.Option("--id", metavar="ID", help="id of the job; default: the spec's")]
 Json = Annotated[bool, typer.Option("--json", help="print the result as JSON on stdout")]
 
@@ -150,6 +151,45 @@ def prepare(
         source = sft_data or data
         assert source is not None
         made.prepare_sft(source, test_data if sft_data is None else None, f"{name}_sft", root, _say)
+
+
+@app.command("up")
+def up(
+    base: SiteBase,
+    install: Annotated[
+        bool, typer.Option("--install", help="install the pinned packages on each host first")
+    ] = False,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="how long to wait")] = 900.0,
+) -> None:
+    """Bring up the cluster of a base config, its `cluster` section; one that is up is left as it is."""
+    from rollhook.launcher import ClusterOptions
+    from rollhook_ray.verbs.submitting import build_launcher
+    from rollhook_ray.workload import read_base
+
+    options = ClusterOptions(timeout=timeout, install=install)
+    for each in asyncio.run(build_launcher(read_base(base)).cluster_up([], options, _say)):
+        typer.echo(f"{each.name} {each.state}, dashboard {each.dashboard}")
+
+
+@app.command("down")
+def down(
+    base: SiteBase,
+    old: Annotated[
+        bool, typer.Option("--old", help="also older deployments that are found, each after a question")
+    ] = False,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="how long to wait")] = 300.0,
+) -> None:
+    """End the cluster of a base config, and nothing else. What is not there is no error."""
+    from rollhook.launcher import ClusterOptions
+    from rollhook_ray.verbs.submitting import build_launcher
+    from rollhook_ray.workload import read_base
+
+    options = ClusterOptions(
+        timeout=timeout, old=old, confirm=lambda question: typer.confirm(question, err=True)
+    )
+    done = asyncio.run(build_launcher(read_base(base)).cluster_down([], options, _say))
+    for line in done or ["There was nothing to end."]:
+        typer.echo(line)
 
 
 def _rendered(spec: Path, base: Path | None, submission_id: str | None) -> tuple[Request, Rendered]:
