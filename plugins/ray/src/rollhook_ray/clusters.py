@@ -183,7 +183,8 @@ class RayClusters(Clusters):
         state: ClusterState = "unknown" if away else "stopped"
         message = "; ".join(away)
         if site.nodes[0].name in runs:
-            missing = await site.missing(0.0)
+            joined = set(runs) - set(await site.missing(0.0))
+            missing = [n.name for n in site.nodes if n.name not in joined]
             state = "degraded" if missing else "ready"
             message = "; ".join([*(f"{name} is missing" for name in missing), *away])
         elif runs:
