@@ -1,4 +1,4 @@
-"""What the tests of clusters share: an sshd of their own on loopback addresses, a launcher, and its processes."""
+"""What the tests of clusters share: an sshd of their own on loopback addresses, and a launcher."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ADDRESSES = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
 
 @dataclass(frozen=True)
 class Sshd:
-    """An sshd on the three addresses; `config` is for `ssh -F`, `other_key` is one that it does not accept."""
+    """An sshd on the three addresses; `config` is for `ssh -F`, `other_key` is one that it refuses."""
 
     config: Path
     other_key: Path
@@ -85,8 +85,15 @@ class Site:
     def launcher(self, **keys: Any) -> RayLauncher:
         return RayLauncher(RayLauncherConfig(cluster=self.keys | keys), build_context(self.scratch))
 
-    async def up(self, *, wait: bool = True, timeout: float = 60, recreate: bool = False, install: bool = False,
-                 **keys: Any) -> ClusterInfo:  # fmt: skip
+    async def up(
+        self,
+        *,
+        wait: bool = True,
+        timeout: float = 60,
+        recreate: bool = False,
+        install: bool = False,
+        **keys: Any,
+    ) -> ClusterInfo:
         self.said.clear()
         options = ClusterOptions(wait=wait, timeout=timeout, recreate=recreate, install=install)
         (info,) = await self.launcher(**keys).cluster_up([], options, self.said.append)
@@ -102,14 +109,13 @@ class Site:
 
 def free_ports() -> dict[str, int]:
     """Return ports of a cluster that nothing on this machine listens on."""
-    taken = clusters_node_ports()
-    start = next(
-        n for n in range(20000 + os.getpid() % 7 * 1000, 31000, 200) if not taken & set(range(n, n + 4200))
-    )
+    taken = listening()
+    starts = range(12000 + os.getpid() % 70 * 100, 27000, 200)
+    start = next(n for n in starts if not taken & set(range(n, n + 4200)))
     return {"gcs": start, "dashboard": start + 1, "client": start + 2, "node": start + 100}
 
 
-def clusters_node_ports() -> set[int]:
+def listening() -> set[int]:
     from rollhook_ray import clusters_host
 
     return set(clusters_host._listening())
