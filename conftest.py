@@ -11,7 +11,13 @@ from pathlib import Path
 
 import pytest
 
-SETTINGS_OF_TESTS = ("ROLLHOOK_CI", "ROLLHOOK_CI_WITHOUT", "ROLLHOOK_NIGHTLY", "ROLLHOOK_TEST_IMAGE")
+SETTINGS_OF_TESTS = (
+    "ROLLHOOK_CI",
+    "ROLLHOOK_CI_WITHOUT",
+    "ROLLHOOK_NIGHTLY",
+    "ROLLHOOK_TEST_IMAGE",
+    "ROLLHOOK_UPDATE_PLANS",
+)
 #: libraries that would ask a server; here they must do without
 OFFLINE = {
     "HF_HUB_OFFLINE": "1",

@@ -101,4 +101,12 @@ def _request(body: Any) -> tuple[str, str]:
         return ".txt", body
     import yaml
 
-    return ".yaml", yaml.safe_dump(body, sort_keys=False, allow_unicode=True, width=110)
+    class Dumper(yaml.SafeDumper):
+        """Writes text of several lines as such."""
+
+    def text(dumper: yaml.SafeDumper, data: str) -> yaml.ScalarNode:
+        return dumper.represent_scalar("tag:yaml.org,2002:str", data, style="|" if "\n" in data else None)
+
+    Dumper.add_representer(str, text)
+    dumped: str = yaml.dump(body, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=110)
+    return ".yaml", dumped
