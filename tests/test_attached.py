@@ -153,6 +153,8 @@ def test_a_run_across_nodes_survives_its_drivers_and_a_node(tmp_path, cluster, r
         path.stem for path in (run.path / "attempts/1/logs").glob("*.log") if path.stem != "driver"
     )
 
+    assert (run.path.parent / ".cache/packs").is_dir()  # the trainer read the pack that the driver made
+
     # kill -9 of the driver: nothing of it is left on any node
     os.kill(jobs.driver(), signal.SIGKILL)
     killed = time.monotonic()

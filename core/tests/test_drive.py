@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from rollhook.errors import RunError, UsageError
+from rollhook.packs import cache_directory, packs_directory
 from rollhook.rundir import RunDir
-from rollhook.runtime.drive import joins, settle, wanted_attempt
+from rollhook.runtime.drive import joins, settle, share_cache, wanted_attempt
 
 LOCK = "lock: 1\nrecipe: {name: demo}\n"
 
@@ -76,6 +77,19 @@ def test_what_is_no_lock_is_said(tmp_path: Path, text: str | None) -> None:
     with pytest.raises(UsageError, match=r"lock cannot be read as a lock: "):
         settle(tmp_path / "lock", tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_packs_are_where_all_nodes_see_them_unless_somebody_says_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROLLHOOK_CACHE", "")
+    assert cache_directory() == Path(os.environ["XDG_CACHE_HOME"]) / "rollhook"
+    monkeypatch.delenv("ROLLHOOK_CACHE")
+    share_cache(tmp_path)
+    assert packs_directory() == tmp_path / ".cache/packs"
+    share_cache(tmp_path / "elsewhere")
+    assert cache_directory() == tmp_path / ".cache"
+    monkeypatch.delenv("ROLLHOOK_CACHE")
 
 
 def test_only_a_job_on_a_ray_cluster_joins_one(monkeypatch: pytest.MonkeyPatch) -> None:

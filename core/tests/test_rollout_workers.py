@@ -17,7 +17,7 @@ from rollhook.errors import BudgetExceeded, RollhookError, RunError, UsageError
 from rollhook.recipe.schema import Recipe
 from rollhook.records import Outcome
 from rollhook.router import Worker
-from rollhook.runtime import remote_worker, rollout_workers, worker_host
+from rollhook.runtime import remote_worker, rollout_worker, rollout_workers, worker_host
 from rollhook.runtime.episode import EpisodeRequest
 from rollhook.runtime.live import Live
 from rollhook.runtime.live_file import snapshot
@@ -89,6 +89,31 @@ async def test_the_episodes_of_a_worker_that_died_run_elsewhere(tmp_path):
     ends = [e.data for e in events(rig.run) if e.event == "episode_finished"]
     assert {end["outcome"] for end in ends} == {"scored"}, "a death cost a refill"
     assert rig.sandboxes() == []
+
+
+@pytest.mark.parametrize(("host", "looked"), [("elsewhere", 3), (None, 1)])
+async def test_a_worker_on_another_host_deletes_what_earlier_attempts_left_there(
+    tmp_path, monkeypatch, host, looked
+):
+    """Invariant 4, for backends whose sandboxes are on the host that made them."""
+    rig = rig_of(tmp_path)
+    rig.run.claim().finish("failed")
+    if host is not None:
+        monkeypatch.setattr(worker_host, "socket", SimpleNamespace(gethostname=lambda: host))
+    assert (await rig.drive(cluster=FakeCluster())).status == "succeeded"
+    reaped = [entry for entry in events(rig.run) if entry.event == "sandboxes_reaped"]
+    assert len(reaped) == looked
+
+
+async def test_sessions_that_others_may_reach_are_announced_by_the_address_of_their_node(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("GATEWAY_TOKEN", "s3cret")
+    monkeypatch.setattr(rollout_worker, "node_address", lambda: "10.1.2.3")
+    rig = rig_of(tmp_path, gateway={"bind": "0.0.0.0", "token": "env:GATEWAY_TOKEN"})
+    await rig.drive(cluster=FakeCluster())
+    urls = json.loads((rig.run.path / "attempts/1/gateway.json").read_bytes())["urls"]
+    assert [url.rpartition(":")[0] for url in urls] == ["http://10.1.2.3"] * 2
 
 
 async def test_an_episode_that_kills_its_workers_ends_as_an_infrastructure_error(tmp_path):
@@ -212,7 +237,7 @@ async def test_what_episodes_do_elsewhere_is_seen_here_and_ended_from_here(tmp_p
 async def test_what_a_worker_cannot_start_without_is_said_as_it_is(tmp_path, monkeypatch):
     import driving
 
-    monkeypatch.setattr(driving.Rooms, "problems", lambda self, _: ["no room here"], raising=False)
+    monkeypatch.setattr(driving.Rooms, "problems", lambda self, *_: ["no room here"], raising=False)
     with pytest.raises(UsageError, match="environment rooms cannot run here: no room here"):
         await rig_of(tmp_path).drive()
 

@@ -410,8 +410,11 @@ class _Resident:
 
 
 def node_address() -> str:
-    """Return the address of this node, called on it: where other nodes of the cluster reach it."""
-    return str(_ray().util.get_node_ip_address())
+    """Return where other nodes of the cluster reach this one; the host's name where no Ray runs."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return socket.gethostname()
+    return str(ray.util.get_node_ip_address())
 
 
 def _of_node(address: str) -> str:

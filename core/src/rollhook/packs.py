@@ -55,8 +55,14 @@ def parse_reference(text: str) -> PackReference | None:
     return PackReference(name, dict(parse_qsl(query, keep_blank_values=True)), file)
 
 
+#: names the cache of a job on several nodes, which all of them see
+SHARED_CACHE = "ROLLHOOK_CACHE"
+
+
 def cache_directory() -> Path:
-    """Return the user's cache directory (XDG)."""
+    """Return the user's cache directory (XDG), or the one that a job on several nodes has in common."""
+    if shared := os.environ.get(SHARED_CACHE):
+        return Path(shared)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rollhook"
 
 

@@ -332,7 +332,8 @@ class Gateway(_Section):
         str | None,
         Field(
             pattern=r"^https?://",
-            description="how sandboxes elsewhere reach it; {port} in it is the port that it listens on",
+            description="how sandboxes elsewhere reach it; {host} in it is the node's address, {port} the "
+            "port that it listens on",
         ),
     ] = None
     token: Annotated[

@@ -20,6 +20,7 @@ import yaml
 
 from rollhook.durable import cannot_write, write_atomic
 from rollhook.errors import RunError, UsageError
+from rollhook.packs import SHARED_CACHE
 from rollhook.rundir import SUBMITTED, RunDir
 from rollhook.secrets import K8S_VARIABLE
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 #: below an attempt's directory: what the submitter sent
 FILES = "job"
 #: what Python and secrets need on every node, beside the variables that the launcher's keys name
-CARRIED = ("PYTHONPATH", K8S_VARIABLE)
+CARRIED = ("PYTHONPATH", "HF_HOME", SHARED_CACHE, K8S_VARIABLE)
 
 
 def settle(lock: Path, into: Path) -> RunDir:
@@ -90,6 +91,11 @@ def _keep_files(run: RunDir) -> None:
 def joins() -> bool:
     """Return whether this process is a job on a Ray cluster that is there."""
     return bool(os.environ.get("ROLLHOOK_JOB_DIR") and os.environ.get("RAY_ADDRESS"))
+
+
+def share_cache(root: Path) -> None:
+    """Keep packs, which the driver makes and others read, below the directory of runs, unless told where."""
+    os.environ.setdefault(SHARED_CACHE, str(root / ".cache"))
 
 
 @asynccontextmanager

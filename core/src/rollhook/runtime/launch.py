@@ -18,7 +18,7 @@ from rollhook.recipe.load import Loaded
 from rollhook.recipe.lock import digest, write_lock
 from rollhook.recipe.match import ALL
 from rollhook.rundir import check_free
-from rollhook.runtime.drive import joined_cluster, joins
+from rollhook.runtime.drive import joined_cluster, joins, share_cache
 from rollhook.runtime.progress import Display
 from rollhook.runtime.results import RunResult, finished_run, read_result
 
@@ -111,6 +111,8 @@ async def drive_run(run: RunDir, display: Display, number: int | None = None) ->
     run.check_verb("run")
     if not run.lock_path.is_file():
         raise RunError(f"{run.path} has no {run.lock_path.name}, so nothing says what the run is to do")
+    if joins():
+        share_cache(run.path.parent)
     loaded, plugins = await asyncio.to_thread(compose, run.lock_path, allow_changed=[ALL])
     _say_remarks(loaded, display)
     newest = await asyncio.to_thread(CheckpointStore(run.checkpoints).newest)

@@ -22,7 +22,7 @@ from rollhook.sandbox.reap import reap
 from rollhook.secrets import resolve_secret
 
 if TYPE_CHECKING:
-    from rollhook.rundir import Attempt
+    from rollhook.rundir import Attempt, RunDir
     from rollhook.sandbox import SandboxBackend
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class Parts:
         backend = await self.open_backend(stack)
         if backend is None:
             return None
-        await self.reap(backend, attempt)
+        await self.reap(backend, attempt.run, attempt.journal)
         return self.make_pool(backend, attempt.journal, stack)
 
     async def open_backend(self, stack: AsyncExitStack) -> SandboxBackend | None:
@@ -88,11 +88,11 @@ class Parts:
         await backend.start()
         return backend
 
-    async def reap(self, backend: SandboxBackend, attempt: Attempt) -> None:
-        """Delete what earlier attempts of the run left."""
-        if attempt.number > 1:
-            labels = {PREFIX + "run": attempt.run.run_id}
-            report = await reap(backend, labels=labels, find=lambda _: attempt.run, record=attempt.journal)
+    async def reap(self, backend: SandboxBackend, run: RunDir, journal: LeaseJournal) -> None:
+        """Delete what earlier attempts of the run left, as far as it is seen from this host."""
+        if self._attempt > 1:
+            labels = {PREFIX + "run": run.run_id}
+            report = await reap(backend, labels=labels, find=lambda _: run, record=journal)
             if report.deleted:
                 logger.warning("%d sandboxes of earlier attempts were deleted", len(report.deleted))
 

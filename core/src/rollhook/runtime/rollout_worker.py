@@ -6,11 +6,13 @@ The driver's process has one, or each of `rollout.workers` processes.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rollhook.cluster import node_address
 from rollhook.engine import SamplingParams
 from rollhook.engine.client import EngineClient
 from rollhook.environment import Environment
@@ -113,10 +115,11 @@ class RolloutWorker:
             ),
             idle_ttl=settings.idle_ttl,
         )
-        gateway.public_address = settings.public_url
+        host = node_address()
+        gateway.public_address = settings.public_url and settings.public_url.replace("{host}", host)
         self._stack.push_async_callback(gateway.stop)
         await gateway.start()
-        self.urls = [gateway.url]
+        self.urls = [re.sub(r"//(0\.0\.0\.0|\[::\]):", f"//{host}:", gateway.url)]
         for runner in self.runners.values():
             runner.policy, runner.gateway = policy, gateway
 

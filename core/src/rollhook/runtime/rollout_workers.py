@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -259,6 +260,7 @@ class RolloutWorkers:
             self._attempt.logs / f"rollout-worker-{number}.log",
             self._attempt.run.run_id,
             self._attempt.number,
+            socket.gethostname(),
         )
         handlers: dict[str, Callable[..., Any]] = {
             "journal": self._note,

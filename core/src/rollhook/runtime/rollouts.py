@@ -92,7 +92,7 @@ class Rollouts:
         recipe = self._recipe
         backend = await self._parts.open_backend(self._stack)
         if backend is not None:
-            await self._parts.reap(backend, self._attempt)
+            await self._parts.reap(backend, self._attempt.run, self._attempt.journal)
             if described := backend.describe():
                 self.descriptions["sandbox"] = ", ".join(f"{key} {text}" for key, text in described.items())
         capabilities = backend.capabilities if backend is not None else frozenset()

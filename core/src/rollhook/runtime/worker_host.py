@@ -12,6 +12,7 @@ import functools
 import logging
 import os
 import signal
+import socket
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollhook.router import Worker
+from rollhook.rundir import RunDir
 from rollhook.runtime.live import Live
 from rollhook.runtime.mirror import EpisodeState, entries, states
 from rollhook.runtime.parts import Parts
@@ -46,7 +48,10 @@ LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What a rollout worker is built from; `number` counts from 1 to `count`. Paths are shared."""
+    """What a rollout worker is built from; `number` counts from 1 to `count`, `host` is the driver's.
+
+    Paths are shared.
+    """
 
     number: int
     count: int
@@ -56,6 +61,7 @@ class WorkerSpec:
     log: Path
     run_id: str
     attempt: int
+    host: str
 
 
 @dataclass(frozen=True)
@@ -145,6 +151,8 @@ class HostedWorker:
         pool = None
         if backend is not None:
             journal, share = _RemoteJournal(self.peer), (spec.number, spec.count)
+            if socket.gethostname() != spec.host:  # the driver has looked at its own
+                await parts.reap(backend, RunDir(spec.scratch.parent.parent), journal)
             pool = parts.make_pool(backend, journal, self._stack, share)
         capabilities = backend.capabilities if backend is not None else frozenset()
         environments = await build_environments(parts, capabilities, self._stack)
