@@ -50,6 +50,7 @@ def plan(recipe: str, launcher: str, monkeypatch: pytest.MonkeyPatch, directory:
     if launcher not in HERE:
         pytest.skip(f"needs rollhook-{launcher}: pip install ./plugins/{launcher}")
     monkeypatch.setenv("HF_TOKEN", "sentinel-90ac12")
+    monkeypatch.setenv("ROLLHOOK_USER", "researcher")
     monkeypatch.chdir(directory)
     source = str(ROOT / "recipes" / f"{recipe}.yaml")
     overrides = ["+storage.root=/shared/runs"]
