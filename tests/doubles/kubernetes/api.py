@@ -197,7 +197,7 @@ class Api:
         end = time.monotonic() + float(query.get("timeoutSeconds", 3600))
         marked = time.monotonic()
         while (now := time.monotonic()) < end:
-            if sent == hint.get("gone", -1):
+            if sent >= hint.get("gone", 1 << 30):
                 return await gone(version)
             if version < store.floor and not store.history:
                 version = store.floor

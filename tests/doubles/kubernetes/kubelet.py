@@ -69,6 +69,11 @@ class Run:
     process: asyncio.subprocess.Process | None = None
     #: where a port of the pod really is
     ports: dict[int, int] = field(default_factory=dict)
+    #: URLs that answer once it is ready
+    probes: list[str] = field(default_factory=list)
+    restarts: int = 0
+    #: it was made to end, and is not started again
+    crashed: bool = False
 
 
 class Kubelet:
@@ -108,6 +113,7 @@ class Kubelet:
         return self.runs[self.world.store.get(_PODS, namespace, name)["metadata"]["uid"]]
 
     async def _crash(self, run: Run, code: int) -> None:
+        run.crashed = True
         if run.machine is not None:
             await run.machine.stop()
         if run.process is None:
@@ -140,6 +146,7 @@ class Kubelet:
         _, namespace, name = run.key
         script = self._script(namespace, name)
         run.ports = self.ports.pop((namespace, name), {})
+        run.probes = self.probes.pop((namespace, name), [])
         pod = self.world.store.get(*run.key)
         container = containers.container_of(pod)
         pending = script.get("pending", 0)
@@ -162,8 +169,8 @@ class Kubelet:
             await self._start(run, pod, container, env)
         unready = script.get("unready", 0)
         await (asyncio.Event().wait() if unready is None else self.world.sleep(unready))
-        if real and not await self._probed(run, self.probes.pop((namespace, name), [])):
-            return
+        if real:
+            await self._probed(run)
         self._status(run, "Running", ready=True)
         if "dies" in script:
             await self.world.sleep(script["dies"])
@@ -193,9 +200,29 @@ class Kubelet:
         code = await run.process.wait()
         if run.task is not None:
             run.task.cancel()
-        self._end(run, code if code >= 0 else 128 - code)
+        pod = self.world.store.find(*run.key)
+        again = pod is not None and pod["spec"].get("restartPolicy") == "Always" and run.uid in self.runs
+        if run.crashed or not again or pod is None or "deletionTimestamp" in pod["metadata"]:
+            self._end(run, code if code >= 0 else 128 - code)
+        else:
+            run.task = self.world.spawn(self._again(run, pod, code))
 
-    async def _probed(self, run: Run, urls: list[str]) -> bool:
+    async def _again(self, run: Run, pod: Object, code: int) -> None:
+        run.restarts += 1
+        self._end(run, code, last=False)
+        async with run.starting:
+            if run.machine is not None:
+                await run.machine.stop()
+                run.machine = None
+        await self.world.sleep(10)
+        container = containers.container_of(pod)
+        await self._start(run, pod, container, containers.environment(self.world.store, pod, container))
+        self._status(run, "Running", ready=False)
+        await self._probed(run)
+        self._status(run, "Running", ready=True)
+
+    async def _probed(self, run: Run) -> None:
+        urls = list(run.probes)
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(5)) as client:
             while urls:
                 try:
@@ -205,10 +232,7 @@ class Kubelet:
                             continue
                 except (aiohttp.ClientError, TimeoutError):
                     pass
-                if run.uid not in self.runs:
-                    return False
                 await asyncio.sleep(0.1)
-        return True
 
     # Its status.
 
@@ -263,6 +287,8 @@ class Kubelet:
             self._container(each, {"running": {"startedAt": now()}}, ready)
             for each in pod["spec"]["containers"]
         ]
+        for each in statuses:
+            each["restartCount"] = run.restarts
         had = pod.get("status", {})
         number = next(self._addresses)
         address = had.get("podIP") or f"10.244.{number >> 8}.{number & 255}"
@@ -282,15 +308,16 @@ class Kubelet:
         if ready:
             event(self.world.store, pod, "Normal", "Started", "Started container", "kubelet")
 
-    def _end(self, run: Run, code: int) -> None:
-        run.log.end()
+    def _end(self, run: Run, code: int, *, last: bool = True) -> None:
+        if last:
+            run.log.end()
         pod = self.world.store.find(*run.key)
         if pod is None or run.uid not in self.runs:
             return
         reason = "Completed" if code == 0 else "Error"
         again = pod["spec"].get("restartPolicy") == "Always"
         state: Object = {"terminated": {"exitCode": code, "reason": reason, "finishedAt": now()}}
-        if again:  # it is not started again: what a watcher sees between two tries is for ever
+        if again:
             state = {
                 "waiting": {"reason": "CrashLoopBackOff", "message": "back-off restarting failed container"}
             }
@@ -299,7 +326,7 @@ class Kubelet:
         if again:
             for each in statuses:
                 each["lastState"] = {"terminated": {"exitCode": code, "reason": reason, "finishedAt": now()}}
-                each["restartCount"] = 1
+                each["restartCount"] = max(1, run.restarts)
         conditions = self._conditions(pod, ContainersReady=False, Ready=False)
         status = {"phase": phase, "containerStatuses": statuses, "conditions": conditions}
         self.world.store.set_status(run.key, status)
