@@ -125,7 +125,9 @@ def up_and_down(root: Path, scratch: Path, state: Path) -> Iterator[Story]:
     ports = free_ports()
     address = f"http://127.0.0.1:{ports['dashboard']}"
     client = RayJobs(address, token=lambda: next(state.rglob("token")).read_text())
-    keys: dict[str, Any] = {"cluster": {"name": "dod", "ports": ports, "cpus_per_worker": 4}}
+    cluster = {"name": "dod", "ports": ports, "cpus_per_worker": 4}
+    setup = f'export PATH="{Path(sys.executable).parent}:$PATH"'
+    keys: dict[str, Any] = {"cluster": cluster, "setup": setup}
     story = Story(root, scratch, state, address, client, cluster_keys=keys)
     base = story.base
     try:

@@ -68,6 +68,8 @@ def main(code_path: str, package: str, *paths: str) -> int:
     origin, marker, wrong = look(code_path, package, paths)
     print(f"MVP_PRECHECK_{package.upper()}_FILE={origin or 'none'}")
     print(f"MVP_PRECHECK_MARKER={marker or 'none'}", flush=True)
+    if importlib.util.find_spec("ray") is None:
+        wrong.append(f"python3, which is {sys.executable}, has no Ray: let `setup` put the right one on PATH")
     wrong = [f"{each} (on {socket.gethostname()})" for each in wrong]
     if not wrong:
         importlib.import_module(package)
