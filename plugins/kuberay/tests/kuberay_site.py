@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from doubles.kubernetes import schema
+import pytest
 
 from rollhook.component import BuildContext
 from rollhook.launcher import Job
@@ -15,6 +16,7 @@ from rollhook.secrets import resolve_secret
 from rollhook_kuberay.config import KubeRayLauncherConfig
 from rollhook_kuberay.launcher import KubeRayLauncher
 
+MakeLauncher = Callable[..., KubeRayLauncher]
 PLURALS = {"RayJob": "rayjobs", "RayCluster": "rayclusters"}
 
 
@@ -58,6 +60,7 @@ def spec(replicas: int = 2, gpus: int = 4, **worker: Any) -> dict[str, Any]:
 
 def faults(manifest: dict[str, Any]) -> list[Any]:
     """Return what the CRD of a Ray kind says against an object: unknown fields, wrong types, broken rules."""
+    schema = pytest.importorskip("doubles.kubernetes.schema", reason="needs tests/doubles of the checkout")
     value = copy.deepcopy({key: manifest[key] for key in ("spec",)})
     root = schema.root(PLURALS[manifest["kind"]])
     unknown = schema.prune(value, root)

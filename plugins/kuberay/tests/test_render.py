@@ -177,7 +177,7 @@ def test_a_rayjob_says_whose_it_is_where_its_driver_goes_and_how_it_is_stopped()
     told = made["spec"]
     assert (made["apiVersion"], made["kind"]) == ("ray.io/v1", "RayJob")
     assert (told["jobId"], told["submissionMode"]) == ("demo-a1", "HTTPMode")
-    assert told["entrypoint"] == "exec bash /var/run/rollhook/job/job.sh"
+    assert told["entrypoint"] == "exec env ROLLHOOK_TELLS_ALL=1 bash /var/run/rollhook/job/job.sh"
     assert told["entrypointNumCpus"] == 1.0
     assert json.loads(told["entrypointResources"]) == {"worker_node": 0.001}
     variables = yaml.safe_load(told["runtimeEnvYAML"])["env_vars"]

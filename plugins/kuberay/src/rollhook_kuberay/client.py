@@ -40,8 +40,8 @@ class Connection:
         """Give the client, logged in once per event loop. Raises KubeError where there is no way to."""
         loop = id(asyncio.get_running_loop())
         if loop not in self._opened:
-            self._opened = {loop: await Kubernetes.open(self._keys)}
-            self._users = 0
+            opened = await Kubernetes.open(self._keys)
+            self._opened.setdefault(loop, opened)
         client = self._opened[loop]
         self._users += 1
         try:
@@ -55,8 +55,9 @@ class Connection:
 class Kubernetes:
     """A namespace of the cluster that a kubeconfig, or the pod's own account, leads to."""
 
-    def __init__(self, api: Api, namespace: str, seconds: float) -> None:
+    def __init__(self, api: Api, namespace: str, seconds: float, opening: asyncio.Lock | None = None) -> None:
         self._api = api
+        self._opening = opening or asyncio.Lock()
         self._namespace = namespace
         self._seconds = seconds
 
@@ -80,12 +81,19 @@ class Kubernetes:
 
     def within(self, namespace: str) -> Kubernetes:
         """Return the same login in another namespace."""
-        return Kubernetes(self._api, namespace, self._seconds)
+        return Kubernetes(self._api, namespace, self._seconds, self._opening)
 
     async def aclose(self) -> None:
         """End the network connections; the next request makes new ones."""
-        if self._api._session is not None:
-            await self._api._session.aclose()
+        async with self._opening:
+            if self._api._session is not None:
+                await self._api._session.aclose()
+
+    async def _connect(self) -> None:
+        """Make kr8s' session, which it would make several times for several requests at once."""
+        async with self._opening:
+            if self._api._session is None or self._api._session.is_closed:
+                await self._api._create_session()
 
     async def get(self, kind: str, name: str) -> Object | None:
         """Return an object; of a Secret its metadata alone."""
@@ -111,7 +119,7 @@ class Kubernetes:
 
     async def create(self, manifest: Object) -> Object:
         """Create an object; one with our hash that is there already is ours from a lost reply."""
-        kind, metadata = manifest["kind"], manifest["metadata"]
+        kind, metadata = manifest["kind"], manifest.get("metadata") or {}
         try:
             return await self._json("POST", kind, body=manifest)
         except KubeError as error:
@@ -156,6 +164,7 @@ class Kubernetes:
         params = {"watch": "true", "fieldSelector": f"metadata.name={name}", "resourceVersion": version}
         what = f"watch {kind} {name}"
         try:
+            await self._connect()
             async with self._api.call_api(
                 "GET", version=api_version, namespace=self._namespace, url=plural, params=params,
                 stream=True, timeout=httpx.Timeout(self._seconds, read=None),
@@ -183,6 +192,7 @@ class Kubernetes:
         params = {"follow": "true"} if follow else {}
         params |= {"container": container} if container else {}
         try:
+            await self._connect()
             async with self._api.call_api(
                 "GET", version="v1", namespace=self._namespace, url=f"pods/{pod}/log", params=params,
                 stream=True, timeout=httpx.Timeout(self._seconds, read=None if follow else self._seconds),
@@ -309,11 +319,14 @@ class Kubernetes:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _socket(self, path: str, params: Any, protocols: Sequence[str]) -> Any:
-        return self._api.open_websocket(
+    @contextlib.asynccontextmanager
+    async def _socket(self, path: str, params: Any, protocols: Sequence[str]) -> AsyncIterator[Any]:
+        await self._connect()
+        async with self._api.open_websocket(
             version="v1", namespace=self._namespace, url=path, params=params, subprotocols=list(protocols),
             max_message_size_bytes=_MESSAGE_BYTES, queue_size=64,
-        )  # fmt: skip
+        ) as socket:  # fmt: skip
+            yield socket
 
     async def _json(
         self,
@@ -339,6 +352,7 @@ class Kubernetes:
         namespace = None if kind == "SelfSubjectAccessReview" else self._namespace
         for attempt in range(ATTEMPTS):
             try:
+                await self._connect()
                 async with self._api.call_api(
                     method, version=version, namespace=namespace, url=url, timeout=self._seconds, **asked
                 ) as response:

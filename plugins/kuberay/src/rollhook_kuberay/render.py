@@ -187,7 +187,7 @@ class Renderer:
         cluster_spec = self.cluster_spec(role, job.id)
         resources = driver_resources(job, cluster_spec)
         spec: Object = {
-            "entrypoint": f"exec bash {JOB_FILES}/job.sh",
+            "entrypoint": f"exec env ROLLHOOK_TELLS_ALL=1 bash {JOB_FILES}/job.sh",
             "submissionMode": keys.submission_mode,
             "jobId": job.id,
             "runtimeEnvYAML": _yaml_env(runtime_env_vars(job, cluster_spec)),

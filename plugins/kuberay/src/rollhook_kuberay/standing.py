@@ -13,7 +13,7 @@ from typing import Any
 from rollhook.errors import LauncherError
 from rollhook.job_script import EXIT_CODE, LOG, SIGNALLED, ended_state, read_exit_code, signalled
 from rollhook.launcher import Handle, Job, JobStatus
-from rollhook.ray_jobs import job_status
+from rollhook.ray_jobs import TELLS_ALL, job_status
 from rollhook.ray_package import pack
 from rollhook_kuberay import daemons
 from rollhook_kuberay.config import KubeRayLauncherConfig
@@ -71,7 +71,7 @@ def request(keys: KubeRayLauncherConfig, job: Job, files: Mapping[str, str], clu
     path = 'export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"; ' if keys.code == "upload" else ""
     body: Object = {
         "submission_id": job.id,
-        "entrypoint": f"{path}echo $$ > {_pid_file(job.id)}; exec bash {PACKAGED}/job.sh",
+        "entrypoint": f"{path}echo $$ > {_pid_file(job.id)}; exec env {TELLS_ALL} bash {PACKAGED}/job.sh",
         "runtime_env": {"working_dir": working_dir, "env_vars": runtime_env_vars(job, cluster_spec)},
         "metadata": {"rollhook_run": job.run_id, "rollhook_attempt": str(job.attempt)},
         "entrypoint_num_cpus": job.resources.driver_cpus,
