@@ -24,6 +24,7 @@ from rollhook.job_script import (
     signalled,
 )
 from rollhook.launcher import Code, Job, Probe
+from rollhook.testing.ray_cluster import processes_below
 
 SENTINEL = "sentinel-91c4f7-do-not-print"
 
@@ -174,6 +175,28 @@ exit $code
     assert "drained" in plain.log
     assert read_exit_code(plain.directory) == 3
     assert signalled(plain.directory) == sent.name.removeprefix("SIG")
+
+
+def test_a_job_whose_scheduler_tells_every_process_is_told_once(plain: Site) -> None:
+    script = """exec python3 -c '
+import signal, time
+told = []
+signal.signal(signal.SIGINT, lambda *_: told.append(1))
+print("ready", flush=True)
+while not told:
+    time.sleep(0.05)
+time.sleep(0.5)
+print("told", len(told), flush=True)'"""
+    child = plain.start(plain.job(script), {"ROLLHOOK_TELLS_ALL": "1"})
+    until(lambda: "ready" in plain.log)
+    for each in set(processes_below(child.pid)) - {child.pid}:  # as Ray's stop does, though not so slowly
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(each, signal.SIGINT)
+    time.sleep(0.1)
+    os.kill(child.pid, signal.SIGINT)
+    assert child.wait(20) == 0
+    assert "told 1\n" in plain.log
+    assert signalled(plain.directory) == "INT"
 
 
 def test_a_signal_sent_to_the_whole_group_costs_no_line_of_the_log(plain: Site) -> None:

@@ -5,7 +5,8 @@ exit code is kept. Under the job's directory appear `logs/driver.log`, `signalle
 job was sent) and, last, `exit_code`.
 
 Signals go to `job.sh` alone: INT and USR1 ask the job to stop by its stop signal, TERM cancels it. After the
-job's grace it is sent TERM, and ten seconds later KILL.
+job's grace it is sent TERM, and ten seconds later KILL. Where a scheduler signals every process by itself,
+ROLLHOOK_TELLS_ALL=1 keeps the script from sending them the same signal again.
 """
 
 from __future__ import annotations
@@ -46,13 +47,14 @@ export ROLLHOOK_RUN_ID={run_id} ROLLHOOK_ATTEMPT="${{ROLLHOOK_ATTEMPT:-{attempt}
 export ROLLHOOK_JOB_DIR
 export ROLLHOOK_JOB_FILES="${{ROLLHOOK_JOB_FILES:-$(cd "$(dirname "${{BASH_SOURCE[0]}}")" && pwd)}}"
 
-child="" told="" watchdog="" doing="" tee=""
+child="" told="" watchdog="" doing="" tee="" all=${{ROLLHOOK_TELLS_ALL:-}}
+unset ROLLHOOK_TELLS_ALL
 fail() {{ echo "rollhook: $1" >&2; doing=""; exit 1; }}
 tell() {{  # RECEIVED SENT: to the job and all below it
     [ -n "$told" ] || echo "$1" > "$ROLLHOOK_JOB_DIR/{signalled}"
     told=$2
     [ -n "$child" ] || return
-    kill -s "$2" -- "-$child" 2>/dev/null
+    [ "$all$1" = "1$2" ] || kill -s "$2" -- "-$child" 2>/dev/null
     [ -n "$watchdog" ] || {{ set -m; watch & watchdog=$!; set +m; }}
 }}
 watch() {{

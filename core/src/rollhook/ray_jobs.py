@@ -22,6 +22,8 @@ from rollhook.launcher import JobStatus
 
 #: the oldest Ray that is supported
 OLDEST = "2.49"
+#: for `env` before the job's script: Ray sends its stop signal to every process, so the script must not
+TELLS_ALL = "ROLLHOOK_TELLS_ALL=1"
 ENDED = frozenset({"STOPPED", "SUCCEEDED", "FAILED"})
 #: Ray's dashboard takes no larger request
 MAX_PACKAGE_BYTES = 100 * 1024 * 1024

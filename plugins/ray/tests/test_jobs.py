@@ -25,8 +25,8 @@ def test_by_default_the_driver_takes_a_cpu_and_a_worker_node_and_nothing_is_uplo
     assert DEFAULTS.address == "http://127.0.0.1:8265"
     assert jobs.request(DEFAULTS, JOB) == {
         "submission_id": "demo-0a1b2c-a2",
-        "entrypoint": "exec env ROLLHOOK_JOB_DIR=/private/demo-0a1b2c/attempts/2 "
-        "bash /private/demo-0a1b2c/attempts/2/job/job.sh",
+        "entrypoint": "exec env ROLLHOOK_TELLS_ALL=1 "
+        "ROLLHOOK_JOB_DIR=/private/demo-0a1b2c/attempts/2 bash /private/demo-0a1b2c/attempts/2/job/job.sh",
         "entrypoint_num_cpus": 1.0,
         "entrypoint_resources": {"worker_node": 1.0},
         "runtime_env": {"env_vars": {"RAY_JOB_STOP_SIGNAL": "SIGINT", "RAY_JOB_STOP_WAIT_TIME_S": "80"}},
@@ -79,7 +79,7 @@ def test_code_goes_first_on_the_path_of_every_process(tmp_path: Path) -> None:
 def test_any_directory_is_quoted_for_the_shell_that_ray_starts(name: str) -> None:
     body = jobs.request(DEFAULTS, replace(JOB, directory=f"/private/{name}"))
     said = shlex.split(body["entrypoint"])
-    assert said[2:] == [f"ROLLHOOK_JOB_DIR=/private/{name}", "bash", f"/private/{name}/job/job.sh"]
+    assert said[3:] == [f"ROLLHOOK_JOB_DIR=/private/{name}", "bash", f"/private/{name}/job/job.sh"]
 
 
 def test_the_command_by_hand_says_what_the_request_says() -> None:

@@ -88,6 +88,22 @@ class LauncherPlanContract(Contract):
         assert (dict(os.environ), os.getcwd(), sorted(os.listdir())) == before
 
 
+#: a second signal would mean: at once
+_DRAINING = """
+import asyncio, signal, sys
+told = []
+async def main():
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, told.append, 1)
+    print("ready", flush=True)
+    while not told:
+        await asyncio.sleep(0.1)
+    await asyncio.sleep(1)
+asyncio.run(main())
+print("drained, told", len(told), "times", flush=True)
+sys.exit(3)
+"""
+
+
 @dataclass
 class LauncherSite:
     """A launcher against a real scheduler, and what a suite knows of it.
@@ -223,7 +239,7 @@ class LauncherContract(LauncherPlanContract):
         assert "never" not in texts[1]
 
     async def test_a_stopped_job_may_drain_and_is_no_success(self, site: LauncherSite) -> None:
-        script = "trap 'echo drained; exit 3' INT\necho ready\nwhile :; do sleep 0.1; done\n"
+        script = f"exec python3 -c '{_DRAINING}'"
         job = site.job(script, stopped_code=3, stop_grace_seconds=site.seconds)
         handle = await site.submit(job)
         await site.until_said(job, "ready")
@@ -231,7 +247,8 @@ class LauncherContract(LauncherPlanContract):
         assert await site.launcher.stop(handle)
         status = await site.watch(handle)
         assert status.state == "stopped", (status, _text(Path(job.directory) / LOG))
-        assert "drained" in _text(Path(job.directory) / LOG)
+        said = _text(Path(job.directory) / LOG)
+        assert "drained, told 1 times" in said, said
 
     async def test_a_job_that_ignores_its_stop_can_be_forced(self, site: LauncherSite) -> None:
         script = "trap '' INT TERM\necho ready\nwhile :; do sleep 0.1; done\n"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollhook.job_script import FILES, KILL_SECONDS, SCRIPT, script_files
 from rollhook.launcher import Job
-from rollhook.ray_jobs import RayNode
+from rollhook.ray_jobs import TELLS_ALL, RayNode
 from rollhook.ray_package import EXCLUDE
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def request(config: RayLauncherConfig, job: Job) -> dict[str, Any]:
         runtime["working_dir"] = UPLOADED
     found: dict[str, Any] = {
         "submission_id": job.id,
-        "entrypoint": shlex.join(["exec", "env", mark(job.directory), "bash", path]),
+        "entrypoint": shlex.join(["exec", "env", TELLS_ALL, mark(job.directory), "bash", path]),
         "entrypoint_num_cpus": driver_cpus(config, job),
         "entrypoint_resources": driver_resources(config, job),
         "runtime_env": runtime,
