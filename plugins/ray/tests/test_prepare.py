@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -246,3 +252,68 @@ def test_a_model_needs_a_config(tmp_path: Path, said: list[str]) -> None:
     with pytest.raises(RollhookError, match="the model nobody/nothing could not be downloaded"):
         prepare_model("nobody/nothing", "x", tmp_path, said.append)
     assert list((tmp_path / "common/models").iterdir()) == []
+
+
+FILES = {
+    "config.json": b'{"model_type": "tiny"}',
+    "model.safetensors": b"w" * 1000,
+    "sub/vocab.txt": b"a\nb\n",
+}
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+class Hub(BaseHTTPRequestHandler):
+    """A double of a model hub: the two requests by which its client learns of a model and gets its files."""
+
+    def do_GET(self) -> None:
+        self.answer(body=True)
+
+    def do_HEAD(self) -> None:
+        self.answer(body=False)
+
+    def answer(self, *, body: bool) -> None:
+        base = f"/tiny/model/resolve/{COMMIT}/"
+        headers = {"X-Repo-Commit": COMMIT}
+        if self.path.startswith("/api/models/tiny/model"):
+            siblings = [{"rfilename": name} for name in FILES]
+            found: Any = {"id": "tiny/model", "sha": COMMIT, "siblings": siblings}
+            if "/tree/" in self.path:
+                found = [{"type": "file", "path": p, "size": len(c), "oid": COMMIT} for p, c in FILES.items()]
+            content = json.dumps(found).encode()
+            headers["Content-Type"] = "application/json"
+        elif (content := FILES.get(self.path.removeprefix(base), b"")) == b"":
+            self.send_error(404)
+            return
+        else:
+            headers["ETag"] = f'"{hashlib.sha1(content).hexdigest()}"'
+        self.send_response(200)
+        for name, value in (headers | {"Content-Length": str(len(content))}).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if body:
+            self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_model_is_downloaded_once(tmp_path: Path) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        endpoint = f"http://127.0.0.1:{server.server_port}"
+        environment = os.environ | {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+        program = "import sys; from rollhook.cli.main import main; main(sys.argv[1:])"
+        command = [sys.executable, "-c", program, "workload", "prepare", "--model", "tiny/model"]
+        command += ["--model-name", "tiny", "--root", str(tmp_path)]
+        done = [
+            subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+            for _ in range(2)
+        ]
+        server.shutdown()
+    assert [each.returncode for each in done] == [0, 0], done[0].stderr
+    said = [each.stderr for each in done]
+    place = tmp_path / "common/models/tiny"
+    assert f"{place} was made of tiny/model" in said[0]
+    assert f"skip if exists: {place} is there" in said[1]
+    found = {str(p.relative_to(place)): p.read_bytes() for p in place.rglob("*") if p.is_file()}
+    assert {name: content for name, content in found.items() if name != MARKER} == FILES
