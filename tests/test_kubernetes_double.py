@@ -438,6 +438,71 @@ async def test_core_kinds_are_checked_and_filled_in(ask: Client, space: str) -> 
     assert (status, "does not match template `labels`" in told["message"]) == (422, True)
 
 
+def pod(name: str) -> dict[str, Any]:
+    spec = {"containers": [{"name": "c", "image": "x"}], "restartPolicy": "Never"}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": spec}
+
+
+async def running(ask: Client, space: str, name: str) -> str:
+    """Make a pod, wait until it runs, and return its path."""
+    assert (await ask("POST", f"/api/v1/namespaces/{space}/pods", pod(name)))[0] == 201
+    path = f"/api/v1/namespaces/{space}/pods/{name}"
+    async with asyncio.timeout(20):
+        while (await ask("GET", path))[1].get("status", {}).get("phase") in (None, "Pending"):
+            await asyncio.sleep(0.01)
+    return path
+
+
+async def test_a_followed_log_ends_with_its_container_and_breaks_when_told(
+    ask: Client, double: Cluster, space: str
+) -> None:
+    double.pods(match=f"{space}/waits", pending=None, reason="ImagePullBackOff")
+    double.pods(match=space, logs=["one", "two"], dies=30, exit_code=0)
+    await ask("POST", f"/api/v1/namespaces/{space}/pods", pod("waits"))
+    await eventually(lambda: "ImagePullBackOff" in json.dumps(double.objects("Pod", space)))
+    status, told = await ask("GET", f"/api/v1/namespaces/{space}/pods/waits/log")
+    assert (status, "is waiting to start: ImagePullBackOff" in told["message"]) == (400, True)
+    path = await running(ask, space, "p")
+    async with asyncio.timeout(20):
+        async with ask.session.get(f"{double.url}{path}/log?follow=true", headers=ask.headers) as answer:
+            assert await answer.text() == "one\ntwo\n"
+    assert (await ask("GET", path))[1]["status"]["phase"] == "Succeeded"
+    double.fault(path=f"{path}/log", hint={"cut": 5})
+    async with ask.session.get(f"{double.url}{path}/log?follow=true", headers=ask.headers) as answer:
+        with pytest.raises(aiohttp.ClientError):
+            await answer.read()
+
+
+async def test_a_forward_carries_bytes_refuses_a_closed_port_and_drops_when_told(
+    ask: Client, double: Cluster, space: str
+) -> None:
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write((await reader.readexactly(5))[::-1])
+        writer.close()
+
+    path = await running(ask, space, "p")
+    server = await asyncio.start_server(echo, "127.0.0.1", 0)
+    double.serve(space, "p", {8265: server.sockets[0].getsockname()[1]})
+    url = f"{double.url}{path}/portforward?ports="
+    async with asyncio.timeout(20), server:
+        async with ask.session.ws_connect(url + "8265", headers=ask.headers) as socket:
+            told = [(await socket.receive()).data for _ in range(2)]
+            assert told == [b"\x00" + (8265).to_bytes(2, "little"), b"\x01" + (8265).to_bytes(2, "little")]
+            await socket.send_bytes(b"\x00hello")
+            assert (await socket.receive()).data == b"\x00olleh"
+            assert (await socket.receive()).type is aiohttp.WSMsgType.CLOSE
+        async with ask.session.ws_connect(url + "9", headers=ask.headers) as socket:
+            data = [(await socket.receive()).data for _ in range(3)][-1]
+            assert data[0] == 1
+            assert b"connection refused" in data
+        double.fault(path="portforward", hint={"cut": 0.1})
+        async with ask.session.ws_connect(url + "8265", headers=ask.headers) as socket:
+            kinds = [(await socket.receive()).type for _ in range(3)]
+            assert kinds[-1] in (aiohttp.WSMsgType.CLOSED, aiohttp.WSMsgType.ERROR)
+    status, told = await ask("GET", f"{path}/portforward")
+    assert (status, told["message"]) == (400, "Upgrade request required")
+
+
 async def eventually(condition: Any) -> None:
     async with asyncio.timeout(20):
         while not condition():
