@@ -45,7 +45,8 @@ INTERFACES = [
         "rollhook.engine.messages",
         ["MessageEngine", "MessageRequest", "Completion", "Usage", "RequestLimits", "BusyError"],
     ),
-    ("Trainers", "rollhook.trainer", ["NativeTrainer"]),
+    ("Trainers", "rollhook.trainer", ["NativeTrainer", "HostedTrainer", "Place", "Rendered"]),
+    ("Episodes for a framework that hosts us", "rollhook.runtime.hosted", ["HostedEpisodes", "Row"]),
     ("Trackers", "rollhook.tracker", ["Tracker"]),
     ("Packs", "rollhook.pack", ["Pack"]),
     (
@@ -248,6 +249,32 @@ What the distributions of this repository supply; `rollhook plugins` lists what 
     return text
 
 
+def hosted_page() -> str:
+    """Return what becomes of each key of a recipe under each framework that hosts us."""
+    trainers = {}
+    for kind, component, _ in components():
+        module, _, name = component.load.partition(":")
+        cls = getattr(importlib.import_module(module), name) if kind == "trainer" else None
+        if cls is not None and cls.hosted:
+            trainers[component.name] = cls
+    names = list(trainers)
+    rows = []
+    for row in _rows(Recipe, ""):
+        key = row.split("`")[1]
+        treated = [trainers[name].treats(key.replace("[]", "")) for name in names]
+        rows.append(f"| `{key}` | {' | '.join(treated)} |")
+    header = f"| key | {' | '.join(names)} |\n|---|{'---|' * len(names)}"
+    return f"""{NOTE}# Hosted trainers: what becomes of each key
+
+A hosted trainer is a framework that owns the training loop and the engines. Each key of a recipe is **run**
+by us in the bridge that the framework calls for episodes, **rendered** into the framework's own settings, or
+**refused** by `rollhook check` where a recipe gives it. How it is rendered: the pages of the trainers.
+
+{header}
+{chr(10).join(rows)}
+"""
+
+
 def interfaces_page() -> str:
     """Return the reference of the classes that plugins implement or use."""
     text = f"{NOTE}# Interfaces\n\nThe classes behind the hook points, as their docstrings have it.\n"
@@ -344,6 +371,7 @@ def pages() -> dict[Path, str]:
         REFERENCE / "recipes.md": recipes_page(),
         REFERENCE / "hooks.md": hooks_page(),
         REFERENCE / "components.md": components_page(),
+        REFERENCE / "hosted-trainers.md": hosted_page(),
         REFERENCE / "interfaces.md": interfaces_page(),
         REFERENCE / "commands.md": commands_page(),
         REFERENCE / "metrics.md": metrics_page(),

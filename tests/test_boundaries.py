@@ -96,6 +96,16 @@ def inside_a_framework(each: Import) -> bool:
     return each.top == "ray" and each.in_function and each.path.parent.name == "node"
 
 
+def bridges(distribution: Path) -> set[Path]:
+    """Return the directories of the modules that run inside the framework of a hosted trainer."""
+    return {path for path in distribution.glob("src/*/bridge") if path.is_dir()}
+
+
+def of_the_framework(each: Import, distribution: Path) -> bool:
+    """Whether it is the framework itself, which a bridge imports once it is called."""
+    return each.in_function and each.top == distribution.name and each.path.parent in bridges(distribution)
+
+
 def is_third_party(name: str) -> bool:
     return name not in sys.stdlib_module_names and name != "__future__"
 
@@ -121,6 +131,7 @@ def test_a_plugin_imports_the_core_and_its_own_sdk_only(distribution: Path) -> N
     found = [each for path in modules(distribution / "src") for each in imports(path)]
     optional = extras(distribution)
     found = [e for e in found if not inside_a_framework(e) and not (e.in_function and e.top in optional)]
+    found = [e for e in found if not of_the_framework(e, distribution)]
     wrong = [str(e) for e in found if is_third_party(e.top) and e.top not in allowed]
     assert wrong == []
     assert [str(e) for e in found if e.top == "ray"] == [], "Ray is reached through rollhook.cluster"
@@ -161,7 +172,7 @@ def test_plugins_use_neither_the_runtime_nor_the_command_line_but_for_verbs() ->
         e
         for d in PLUGINS
         for path in modules(d / "src")
-        if path.parent not in verbs(d)
+        if path.parent not in verbs(d) | bridges(d)
         for e in imports(path)
     ]
     assert [str(e) for e in found if layer(e.module) > 1 and e.top == "rollhook"] == []

@@ -172,7 +172,7 @@ def test_replay_needs_no_engine_no_data_and_eight_nodes() -> None:
     found = options(command(rendered))
     assert found["--load-debug-rollout-data"] == ["/d/{rollout_id}.pt"]
     assert found["--rollout-num-gpus"] == ["8"]
-    assert "rollhook_miles.data" not in rendered.script
+    assert "rollhook_miles.bridge.data" not in rendered.script
 
 
 def test_a_policy_that_miles_lacks_is_our_router_and_its_address_is_given() -> None:

@@ -16,7 +16,8 @@ from rollhook import journal
 from rollhook.episode_store import read_records
 from rollhook.errors import RollhookError
 from rollhook.rundir import RunDir
-from rollhook_miles import bridge, data
+from rollhook_miles import bridge
+from rollhook_miles.bridge import data
 
 SAMPLING = {"temperature": 0.8, "top_p": 1.0, "max_new_tokens": 64}
 

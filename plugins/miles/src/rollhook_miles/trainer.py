@@ -98,7 +98,7 @@ class MilesTrainer(HostedTrainer):
         ]
         if self.config.replay is None:
             script.append(
-                'python3 -m rollhook_miles.data "$ROLLHOOK_JOB_FILES/recipe.lock.yaml" '
+                'python3 -m rollhook_miles.bridge.data "$ROLLHOOK_JOB_FILES/recipe.lock.yaml" '
                 '"$ROLLHOOK_JOB_DIR/data"'
             )
         if run.has_own_router:

@@ -24,7 +24,7 @@ import aiohttp
 from rollhook.engine import SamplingParams
 from rollhook.errors import RollhookError
 from rollhook.runtime.hosted import HostedEpisodes, Row
-from rollhook_miles.session_engine import SessionEngine
+from rollhook_miles.bridge.session_engine import SessionEngine
 
 if TYPE_CHECKING:
     from rollhook.records import EpisodeRecord

@@ -1,4 +1,4 @@
-"""The data set that miles draws prompts from, a row per task: `python3 -m rollhook_miles.data`."""
+"""The data set that miles draws prompts from, a row per task: `python3 -m rollhook_miles.bridge.data`."""
 
 from __future__ import annotations
 
