@@ -59,7 +59,9 @@ INTERFACES = [
 ]
 #: verbs that the plugins of this repository add
 ADDED = {
+    "code": ("rollhook_ray.verbs.code:app", "Keep versions of code on shared storage."),
     "serve": ("rollhook_tools.serve.command:serve", "Serve an environment to the clients of others."),
+    "workload": ("rollhook_ray.verbs.workload:app", "Run verl's workloads on a Ray cluster."),
 }
 ENVIRONMENT = """\
 ## Environment variables
