@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -11,6 +12,8 @@ from rollhook.recipe.load import Loaded
 from rollhook.recipe.parts import Part, Parts
 from rollhook.recipe.problem import Problem
 from rollhook.recipe.schema import Recipe
+
+_USER = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<user>[^/\s@]*)@", re.IGNORECASE)
 
 
 @dataclass
@@ -431,6 +434,18 @@ def _given(c: Composition) -> Iterator[str]:
         yield ".".join(name for name in key.split(".") if not name.isdigit())
 
 
+def addresses(c: Composition) -> Iterator[Problem]:
+    """Addresses that carry a password: they are shown in locks, logs and lists of processes."""
+    for path, value in paths.leaves(c.loaded.resolved):
+        found = _USER.match(value) if isinstance(value, str) else None
+        if found is not None and (found["scheme"].startswith("http") or ":" in found["user"]):
+            yield Problem(
+                paths.text(path),
+                "is an address with a user or password before its @, which all who see the recipe would see",
+                hint="take that out, and give the secret by reference in the key that is for it",
+            )
+
+
 def lists(c: Composition) -> Iterator[Problem]:
     """Names given twice in a list."""
     for key, names in (
@@ -491,6 +506,7 @@ _RULES: list[Callable[[Composition], Iterator[Problem]]] = [
     outside,
     launcher,
     hosted,
+    addresses,
     lists,
     router_chain,
     sandbox_isolation,
