@@ -1,7 +1,7 @@
 """Episodes for a framework that owns the training loop and the engines: what its bridge uses.
 
 The bridge lives in one process of the framework, opens `HostedEpisodes` once and asks for an episode at a
-time, with an engine that speaks to where the framework wants its model asked. Environments, sandboxes,
+time, with a policy that asks where the framework wants its model asked. Environments, sandboxes,
 agents, outcomes, leases and the journal are those of any run: the process claims the run's attempt, and its
 heartbeat is that of the episodes."""
 
@@ -28,16 +28,16 @@ from rollhook.runtime.live_file import publishing
 from rollhook.runtime.parts import Parts
 from rollhook.runtime.rollout_worker import build_environments, sampling_of
 from rollhook.runtime.seeds import derive
-from rollhook.session import MessagePolicy
 
 if TYPE_CHECKING:
     from rollhook.engine import SamplingParams
-    from rollhook.engine.messages import MessageEngine
     from rollhook.environment import Environment, Task
     from rollhook.plugins import Plugins
     from rollhook.recipe.load import Loaded
-    from rollhook.records import EpisodeRecord, Group
+    from rollhook.records import Group
     from rollhook.rundir import Attempt, Status
+    from rollhook.runtime.episode import EpisodeResult
+    from rollhook.session import Policy
 
 logger = logging.getLogger(__name__)
 #: what the bridge runs of a recipe; the rest is the framework's, on other nodes too
@@ -95,20 +95,19 @@ class HostedEpisodes:
     async def run(
         self,
         row: Row,
-        engine: MessageEngine,
+        policy: Policy,
         *,
         group_id: str,
         purpose: Literal["train", "eval"] = "train",
         sampling: SamplingParams | None = None,
-    ) -> EpisodeRecord:
-        """Run one episode of a task, its policy asked through `engine`, and return its record.
+    ) -> EpisodeResult:
+        """Run one episode of a task with this policy, which stays open, and return its record and samples.
 
         Every failure becomes the record's outcome; only cancellation passes through. Raises UsageError for a
         task that is not there or is not the one that the row was made of.
         """
         task = self._task(row)
         self._number += 1
-        policy = MessagePolicy(engine, seed=derive(self.recipe.seed, "policy", self._number))
         runner = self._runners[row.environment].asking(policy)
         seed = derive(self.recipe.seed, group_id, row.task_id, self._tries[group_id, row.task_id])
         self._tries[group_id, row.task_id] += 1
@@ -127,11 +126,9 @@ class HostedEpisodes:
             task_id=task.id,
             seed=seed,
         )
-        try:
-            record = (await runner.run(request)).record
-        finally:
-            await policy.close()
-        self._store.append(record, ())
+        result = await runner.run(request)
+        record = result.record
+        self._store.append(record, result.samples if purpose == "train" else ())
         self.attempt.journal.append(
             "episode_finished",
             episode_id=record.episode_id,
@@ -141,7 +138,7 @@ class HostedEpisodes:
             reward=record.outcome.reward,
         )
         self._observers.episode(record)
-        return record
+        return result
 
     def accept_group(self, group: Group) -> str | None:
         """Return why a loaded filter rejects a finished group; None: it trains."""

@@ -24,6 +24,7 @@ import aiohttp
 from rollhook.engine import SamplingParams
 from rollhook.errors import RollhookError
 from rollhook.runtime.hosted import HostedEpisodes, Row
+from rollhook.session import MessagePolicy
 from rollhook_miles.bridge.session_engine import SessionEngine
 
 if TYPE_CHECKING:
@@ -88,13 +89,18 @@ async def run(
     episodes = await _episodes()
     group, evaluation = _asked.get()
     row = Row(**{name: metadata[KEY][name] for name in ("environment", "task_id", "digest")})
-    record = await episodes.run(
-        row,
-        SessionEngine(base_url, _http_session()),
-        group_id=group,
-        purpose="eval" if evaluation else "train",
-        sampling=_sampling(request_kwargs),
-    )
+    policy = MessagePolicy(SessionEngine(base_url, _http_session()))
+    try:
+        result = await episodes.run(
+            row,
+            policy,
+            group_id=group,
+            purpose="eval" if evaluation else "train",
+            sampling=_sampling(request_kwargs),
+        )
+    finally:
+        await policy.close()
+    record = result.record
     return {
         KEY: {**metadata[KEY], **_note(record)},
         "agent_metrics": _metrics(record),
