@@ -152,7 +152,7 @@ class Volumes:
                 source = source / below
                 if not source.exists():
                     source.mkdir(parents=True)
-            yield source, os.path.normpath(mount["mountPath"])
+            yield source, os.path.realpath(mount["mountPath"])  # /var/run is a link here
 
     def _volume(self, pod: Object, volume: Object) -> Path:
         namespace = pod["metadata"]["namespace"]
