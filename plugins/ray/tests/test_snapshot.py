@@ -87,6 +87,15 @@ def test_another_tree_is_refused_under_the_same_id(tree: Path, tmp_path: Path, c
     assert listing(taken.path) == before
 
 
+def test_a_snapshot_that_was_changed_is_not_taken_for_the_tree(tree: Path, tmp_path: Path) -> None:
+    taken = take(tree, "codeA", root=tmp_path)
+    (taken.path / "verl/__pycache__").mkdir()  # as Python leaves it
+    assert take(tree, "codeA", root=tmp_path).digest == taken.digest
+    (taken.path / "verl/__init__.py").write_text("VERSION = 3\n")
+    with pytest.raises(UsageError, match="codeA was changed since it was taken"):
+        take(tree, "codeA", root=tmp_path)
+
+
 def test_a_directory_that_is_no_snapshot_is_not_overwritten(tree: Path, tmp_path: Path) -> None:
     place = tmp_path / "common/code/verl/codeA"
     place.mkdir(parents=True)
@@ -141,6 +150,19 @@ def test_the_package_itself_is_told_from_its_parent(tree: Path, tmp_path: Path) 
         take(tree / "verl", "codeA", root=tmp_path)
     with pytest.raises(UsageError, match="no package or module reward; give the directory above"):
         take(tree, "codeA", name="reward", root=tmp_path)
+
+
+def test_a_snapshot_is_not_made_within_the_tree(tree: Path) -> None:
+    with pytest.raises(UsageError, match=r"lies within .* give a --root outside of it"):
+        take(tree, "codeA", root=tree / "private")
+    assert not (tree / "private").exists()
+
+
+def test_the_path_of_a_snapshot_is_absolute(
+    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert take(tree, "codeA", root="private").path == tmp_path / "private/common/code/verl/codeA"
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ class Story:
 
     def run(self, *arguments: object, expected: int = 0) -> subprocess.CompletedProcess[str]:
         process = self.start(*arguments)
-        out, err = process.communicate(timeout=100)
+        out, err = process.communicate(timeout=200)
         assert process.returncode == expected, out + err
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
@@ -163,7 +163,7 @@ def tell(story: Story) -> Story:
         if name != "ppo-1"
     }
     for name, process in others.items():
-        out, err = process.communicate(timeout=100)
+        out, err = process.communicate(timeout=200)
         assert process.returncode == 0, f"{name}: {out}{err}"
         story.logs[name], story.seen[name] = out, err
     story.seen |= {name: story.seen.get(name, first.stderr) for name in JOBS}

@@ -93,6 +93,7 @@ def test_what_both_files_name_the_spec_decides(tmp_path: Path) -> None:
         ({"ray": {"adress": "http://x"}}, "did you mean 'address'?"),
         ({"trainer_overrides": ["total_epochs"]}, "'total_epochs' is no Hydra override: write KEY=VALUE"),
         ({"env_vars": {"HF_TOKEN": "hf_sentinel"}}, "HF_TOKEN holds a secret in clear"),
+        ({"code_path": "/a:/b"}, "'/a:/b' has a colon"),
         ({"env_vars": {"A B": "x"}}, "'A B' is no name of a variable"),
     ],
 )
@@ -114,6 +115,15 @@ def test_all_that_is_wrong_in_both_files_is_said_at_once_with_lines(tmp_path: Pa
         "belongs to the job",
     ):
         assert part in text
+
+
+def test_secrets_of_a_base_config_are_references(tmp_path: Path) -> None:
+    for keys in ({"env": {"HF_TOKEN": "hf_sentinel"}}, {"env_vars": {"HF_TOKEN": "hf_sentinel"}}):
+        text = refused(written(tmp_path), base_file(tmp_path, **keys))
+        assert "under `secrets`" in text
+        assert "hf_sentinel" not in text
+    base = base_file(tmp_path, secrets={"HF_TOKEN": "env:HF_TOKEN"})
+    assert render(read_request(written(tmp_path), base)).job.secrets == {"HF_TOKEN": "env:HF_TOKEN"}
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,7 @@ def prepare_model(source: str, name: str, root: str | Path, say: Say) -> Path:
     """
     place = Path(root) / "common" / "models" / name
     directory = Path(source).expanduser()
+    made_of = str(directory.resolve()) if directory.is_dir() else source
 
     def fill(target: Path) -> None:
         if directory.is_dir():
@@ -75,7 +76,7 @@ def prepare_model(source: str, name: str, root: str | Path, say: Say) -> Path:
 
     if not directory.is_dir() and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source):
         raise UsageError(f"{source} is neither a directory nor the id of a model at a hub")
-    build(place, source, fill, say)
+    build(place, made_of, fill, say)
     return place
 
 
@@ -313,4 +314,4 @@ def _files(directory: Path) -> list[Path]:
 
 
 def _sources(first: Path, second: Path | None) -> str:
-    return f"{first}, {second}" if second is not None else str(first)
+    return ", ".join(str(each.resolve()) for each in (first, second) if each is not None)

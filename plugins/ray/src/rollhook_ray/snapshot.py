@@ -61,10 +61,12 @@ def take(source: Path, code_id: str, *, name: str = "verl", root: str | Path = S
     _check_names(name, code_id)
     source = source.expanduser().resolve()
     _check_source(source, name)
+    place = Path(os.path.abspath(Path(root).expanduser())) / "common" / "code" / name / code_id
+    if place.resolve().is_relative_to(source):
+        raise UsageError(f"{place} lies within {source}; give a --root outside of it")
     entries = list(_entries(source))
     digest = _digest(source, entries)
     sizes = [os.lstat(source / entry).st_size for entry in entries if not (source / entry).is_symlink()]
-    place = Path(root).expanduser() / "common" / "code" / name / code_id
     found = Snapshot(place, name, code_id, digest, len(entries), sum(sizes), written=False)
     if place.exists():
         return _same(place, found)
@@ -100,8 +102,10 @@ def read_record(path: str | Path) -> dict[str, object]:
 
 def _same(place: Path, wanted: Snapshot) -> Snapshot:
     there = read_record(place).get("digest")
-    if there == wanted.digest:
+    if there == wanted.digest and _digest(place, list(_entries(place))) == there:
         return wanted
+    if there == wanted.digest:
+        raise UsageError(f"{place} was changed since it was taken; take it again under another --id")
     what = "another snapshot is there" if there else "something that is no snapshot is there"
     raise UsageError(f"{place}: {what}, and a snapshot never changes; choose another --id")
 

@@ -93,6 +93,8 @@ class JobSpec(Config):
     @field_validator("shared_root", "code_path")
     @classmethod
     def _absolute(cls, value: str) -> str:
+        if ":" in value:
+            raise ValueError(f"{value!r} has a colon, which ends a directory of PYTHONPATH")
         return _absolute(value)
 
     @field_validator("model", "dataset", "reward_fn_path")
@@ -147,6 +149,14 @@ class BaseConfig(RayLauncherConfig):
     @classmethod
     def _overrides(cls, value: Overrides) -> Overrides:
         return _check_overrides(value)
+
+    @field_validator("env")
+    @classmethod
+    def _no_secrets(cls, value: dict[str, str]) -> dict[str, str]:
+        for name in value:
+            if is_secret(name):
+                raise ValueError(f"{name} holds a secret in clear; give a reference to it under `secrets`")
+        return value
 
 
 @dataclass(frozen=True)

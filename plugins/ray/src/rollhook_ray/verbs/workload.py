@@ -177,6 +177,7 @@ def down(
     old: Annotated[
         bool, typer.Option("--old", help="also older deployments that are found, each after a question")
     ] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="answer every question with yes")] = False,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="how long to wait")] = 300.0,
 ) -> None:
     """End the cluster of a base config, and nothing else. What is not there is no error."""
@@ -185,7 +186,7 @@ def down(
     from rollhook_ray.workload import read_base
 
     options = ClusterOptions(
-        timeout=timeout, old=old, confirm=lambda question: typer.confirm(question, err=True)
+        timeout=timeout, old=old, confirm=lambda question: yes or typer.confirm(question, err=True)
     )
     done = asyncio.run(build_launcher(read_base(base)).cluster_down([], options, _say))
     for line in done or ["There was nothing to end."]:
