@@ -19,6 +19,8 @@ from pathlib import Path
 
 import pytest
 
+#: what Slurm waits for before a job is started again, in seconds; 120 if it is not told
+CRED_EXPIRE = 15
 NODES = ("n1", "n2", "n3", "n4")
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue")
 _CONF = """\
@@ -28,7 +30,7 @@ SlurmctldPort={port}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={root}/munge/socket
+AuthInfo=socket={root}/munge/socket,cred_expire={cred_expire}
 CryptoType=crypto/munge
 StateSaveLocation={root}/state
 SlurmdSpoolDir={root}/spool-%n
@@ -46,7 +48,7 @@ MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
-SchedulerParameters=batch_sched_delay=0,sched_interval=1,requeue_delay=0
+SchedulerParameters=batch_sched_delay=0,sched_interval=1
 ReturnToService=2
 KillWait=2
 MinJobAge={min_job_age}
@@ -148,7 +150,7 @@ def start_slurm(root: Path, min_job_age: int = 300) -> Slurm:
     first = _free_ports(6)
     host = socket.gethostname().partition(".")[0]
     values = {"root": root, "host": host, "port": first + 5, "first": first, "last": first + 3}
-    (root / "slurm.conf").write_text(_CONF.format(min_job_age=min_job_age, **values))
+    (root / "slurm.conf").write_text(_CONF.format(min_job_age=min_job_age, cred_expire=CRED_EXPIRE, **values))
     for number in range(8):
         (root / f"gpu{number}").touch()
     (root / "gres.conf").write_text(f"NodeName=n[1-4] Name=gpu File={root}/gpu[0-7]\n")

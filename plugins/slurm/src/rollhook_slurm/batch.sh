@@ -1,6 +1,7 @@
 set -uo pipefail
-# until the steps run there is nobody to tell
-trap ':' USR1 USR2
+early=
+trap 'early=drain' USR1
+trap 'early=stop' USR2 TERM
 say() { printf '%(%FT%T%z)T %s\n' -1 "$*"; }
 die() { say "rollhook: $*" >&2; exit 1; }
 
@@ -28,6 +29,7 @@ tell() { # stop, or drain: stop and go on in another allocation
 }
 trap 'tell drain' USR1
 trap 'tell stop' USR2 TERM
+[ -z "$early" ] || tell "$early"
 trap 'rm -f "$up/token"' EXIT
 
 export ROLLHOOK_SLURM_NODES=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | tr "\n" " ")
@@ -90,7 +92,7 @@ fi
 if [ -r "$dir/exit_code" ]; then
     read -r code < "$dir/exit_code"
 else
-    [ -e "$up/failure" ] || [ -n "$told" ] ||
+    [ -e "$up/failure" ] || cp "$up/nodes/$head.failed" "$up/failure" 2>/dev/null || [ -n "$told" ] ||
         echo "the head's step on $head ended with exit code $code before the driver began; see $dir/logs/steps.log and nodes/$head.log" > "$up/failure"
     if [ -n "$told" ]; then
         code=${stopped_code:-143}
@@ -105,7 +107,7 @@ fi
 if [ "$told" = drain ] && [ "$code" -ne 0 ] && { [ -z "$stopped_code" ] || [ "$code" -eq "$stopped_code" ]; }; then
     if [ "$restarts" -lt "$requeues" ]; then
         phase "the time limit was near: back into the queue ($((restarts + 1)) of $requeues)"
-        scontrol requeue "$SLURM_JOB_ID" && sleep 60
+        scontrol requeue "$SLURM_JOB_ID" && exit "$code"
         say "rollhook: scontrol requeue failed"
     else
         echo "the time limit was near, and it was started again $restarts times (launcher.requeues is $requeues)" > "$up/failure"

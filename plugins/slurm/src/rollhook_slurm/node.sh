@@ -3,8 +3,8 @@ role=$1 doing=
 node=${SLURMD_NODENAME:-$HOSTNAME}
 up=$ROLLHOOK_JOB_DIR/slurm/up
 [ "$role" = status ] || exec >> "$ROLLHOOK_JOB_DIR/logs/nodes/$node.log" 2>&1
-fail() { echo "rollhook: $1" >&2; doing=; [ "$role" = status ] || printf '%s\n' "$1" > "$up/nodes/$node.failed"; exit 1; }
-trap '[ -z "$doing" ] || fail "$doing failed on $node with exit code $?"' EXIT
+fail() { echo "rollhook: $1" >&2; doing=''; [ "$role" = status ] || printf '%s\n' "$1" > "$up/nodes/$node.failed"; exit 1; }
+trap 'code=$?; [ -z "$doing" ] || fail "$doing failed on $node with exit code $code"' EXIT
 
 export ROLLHOOK_SLURM_NODE=$node ROLLHOOK_SLURM_INDEX=${SLURM_NODEID:-0} ROLLHOOK_SLURM_CPUS=${SLURM_CPUS_ON_NODE:-}
 # an MPI-aware library would take Ray's processes for ranks of this step

@@ -69,7 +69,7 @@ async def _partition(plan: Plan, config: SlurmLauncherConfig) -> list[str]:
             most, of = max(have.values(), default=0), f" of type {kind}" if kind else ""
             found.append(
                 f"the job wants {resources.nodes} nodes with {resources.gpus_per_node} GPUs{of} each, and "
-                f"{enough} of partition {', '.join(wanted)} have so many (the most is {most}; launcher.gpus_per_node)"
+                f"{enough} in {', '.join(wanted)} have them (the most: {most}; launcher.gpus_per_node)"
             )
     return found
 
@@ -105,8 +105,9 @@ def _files(plan: Plan, config: SlurmLauncherConfig) -> list[str]:
             found.append(
                 f"{name} is set here and would change what the plan says; unset it, and use launcher's keys"
             )
+    secrets = [Secret.parse(each) for each in (*plan.job.secrets.values(), *plan.job.references)]
     for name in config.export:
-        if name in plan.job.secrets or any(Secret.parse(r).name == name for r in plan.job.references):
+        if name in {*plan.job.secrets, *(each.name for each in secrets if each.scheme == "env")}:
             found.append(
                 f"launcher.export would put the secret {name} into Slurm's record; use launcher.credentials"
             )

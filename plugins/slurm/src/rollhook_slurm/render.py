@@ -13,12 +13,19 @@ from rollhook_slurm.config import ContainerKeys, SlurmLauncherConfig
 
 #: below the job's directory
 FOLDER = "slurm"
-BATCH, NODE, SUPERVISE, SETTINGS = "batch.sh", "node.sh", "supervise.py", "settings.json"
+BATCH, NODE, SETTINGS = "batch.sh", "node.sh", "settings.json"
+#: the modules that run on the nodes; they import nothing but each other
+MODULES = ("machine.py", "supervise.py")
 #: below FOLDER, written by the batch script: the directories of the attempts, one a line
 ATTEMPTS = "attempts"
 #: below FOLDER of each attempt: what its nodes tell each other
 UP = "up"
 BATCH_LOG = "logs/slurm.log"
+
+#: a search path for this one process, which its children do not inherit
+_RUN = """import runpy, sys
+sys.path.insert(0, sys.argv.pop(1))
+runpy.run_module("rollhook_slurm.supervise", run_name="__main__")"""
 
 
 def render_files(job: Job, config: SlurmLauncherConfig) -> dict[str, str]:
@@ -26,7 +33,8 @@ def render_files(job: Job, config: SlurmLauncherConfig) -> dict[str, str]:
     return {
         f"{FOLDER}/{BATCH}": _batch(job, config),
         f"{FOLDER}/{NODE}": _node(job, config),
-        f"{FOLDER}/{SUPERVISE}": _text("supervise.py"),
+        **{f"{FOLDER}/rollhook_slurm/{name}": _text(name) for name in MODULES},
+        f"{FOLDER}/rollhook_slurm/__init__.py": "",
         f"{FOLDER}/{SETTINGS}": json.dumps(_settings(job, config), indent=2) + "\n",
     }
 
@@ -131,7 +139,7 @@ def _node(job: Job, config: SlurmLauncherConfig) -> str:
         lines += ["doing=launcher.setup; set -e +u", setup, "set +e -u; doing="]
     lines += [
         'files=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)',
-        f'[ "$role" = status ] || exec python3 "$files/{SUPERVISE}" "$role" "$files/{SETTINGS}"',
+        f'[ "$role" = status ] || exec python3 -c {shlex.quote(_RUN)} "$files" "$role" "$files/{SETTINGS}"',
         'read -r address < "$up/address" && exec ray status -v --address "$address"',
     ]
     return "\n".join(lines) + "\n"

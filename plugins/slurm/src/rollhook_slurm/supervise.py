@@ -3,30 +3,38 @@
 Delivered beside the job and run by the node's own Python, so it needs the standard library only. All nodes
 see one directory, `up`, and tell each other there: `head.json` (where the head listens), `nodes/NAME.at` and
 `nodes/NAME.failed` (how far a node is, why it cannot join), `stop` and `drain` (the job is to stop), `ended`
-(the driver has). It is listed rather than looked into, as NFS remembers for a while that a file was not there.
+(the driver has). It is listed rather than looked into, as NFS remembers that a file was not there.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import ipaddress
 import json
 import os
-import re
-import select
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-POLL = 0.25
-#: offsets in a node's block of ports: 0 is its claim, the workers begin at 20
+from rollhook_slurm.machine import (
+    POLL,
+    SERVICES,
+    NodeError,
+    Ports,
+    check_gpus,
+    end,
+    in_network,
+    lines,
+    local_addresses,
+    outward_address,
+    reachable,
+    start,
+)
+
+#: offsets in a node's block of ports
 PORTS = {
     "node-manager-port": 2,
     "object-manager-port": 3,
@@ -36,7 +44,7 @@ PORTS = {
     "metrics-export-port": 7,
 }
 HEAD_PORTS = {"ray-client-server-port": 8, "dashboard-port": 9}
-GCS, WORKERS = 1, 20
+GCS = 1
 START_SECONDS = 90.0
 LOST_SECONDS = 90.0
 WORKER = "worker_node"
@@ -50,10 +58,6 @@ while True:
     if select.select([0], [], [], 1)[0]:
         break
 """
-
-
-class NodeError(Exception):
-    """The node's part cannot be done; the text is one sentence."""
 
 
 class StoppedError(Exception):
@@ -74,8 +78,7 @@ class Node:
         self.temp = Path(settings["temp_dir"]) / f"rh-{self.job}-{self.name[-24:]}"
         self.started = time.monotonic()
         self.cancelled = False
-        self.claim: socket.socket | None = None
-        self.block = 0
+        self.ports = Ports(settings["first_port"], settings["last_port"], settings["ports_per_node"])
 
     # what is said, and to whom
 
@@ -121,47 +124,15 @@ class Node:
             f"no address of {self.name} is in launcher.network {network}; it has {', '.join(mine) or 'none'}"
         )
 
-    def claim_ports(self) -> None:
-        """Take a block of ports that no other node of this host has, held while this process lives.
-
-        Listening on its first port is the claim: it is exclusive where Ray's ports are, in one network
-        namespace. Jobs and nodes begin to look at different blocks. Raises NodeError.
-        """
-        self.release_ports()
-        first, width = self.settings["first_port"], self.settings["ports_per_node"]
-        slots = (self.settings["last_port"] - first + 1) // width
-        begin = (self.job * 7 + self.index) % slots
-        for slot in range(slots):
-            block = first + (begin + slot) % slots * width
-            claim = socket.socket()
-            try:
-                claim.bind(("", block))
-                claim.listen(1)
-                for offset in range(1, WORKERS):
-                    with contextlib.closing(socket.socket()) as probe:
-                        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                        probe.bind(("", block + offset))
-            except OSError:
-                claim.close()
-                continue
-            self.claim, self.block = claim, block
-            return
-        raise NodeError(
-            f"all {slots} blocks of {width} ports from {first} are in use on {self.name}; "
-            f"change launcher.first_port, last_port or ports_per_node"
-        )
-
-    def release_ports(self) -> None:
-        """Give the block back."""
-        if self.claim is not None:
-            self.claim.close()
-            self.claim = None
+    def claim_ports(self) -> int:
+        """Take a block of ports; jobs and nodes begin to look at different ones. Raises NodeError."""
+        return self.ports.claim(self.job * 7 + self.index)
 
     # Ray
 
     def ray_arguments(self, *, head: bool) -> list[str]:
         """Return the arguments of `ray start` that are the same in both strategies."""
-        settings, block = self.settings, self.block
+        settings, block = self.settings, self.ports.block
         plain = head and settings["dedicated_head"]
         cpus = settings["cpus_per_node"] or self.environ.get("ROLLHOOK_SLURM_CPUS") or os.cpu_count()
         ports = PORTS | HEAD_PORTS if head else PORTS
@@ -171,7 +142,7 @@ class Node:
             f"--node-name={self.name}",
             f"--temp-dir={self.temp}",
             *(f"--{name}={block + offset}" for name, offset in ports.items()),
-            f"--min-worker-port={block + WORKERS}",
+            f"--min-worker-port={block + SERVICES}",
             f"--max-worker-port={block + settings['ports_per_node'] - 1}",
             "--disable-usage-stats",
         ]
@@ -182,31 +153,6 @@ class Node:
         if settings["object_store_bytes"] is not None:
             arguments.append(f"--object-store-memory={settings['object_store_bytes']}")
         return [*arguments, *settings["ray_args"]]
-
-    def start(self, argv: list[str], stdout: int | None = None) -> subprocess.Popen[bytes]:
-        """Start a program in a session of its own, which ends when this process does. Raises NodeError."""
-        try:
-            return subprocess.Popen(
-                argv, stdin=subprocess.PIPE, stdout=stdout, env=self.environ, start_new_session=True,
-                preexec_fn=die_with_parent,  # noqa: PLW1509 - there are no threads here
-            )  # fmt: skip
-        except FileNotFoundError:
-            raise NodeError(
-                f"there is no `{argv[0]}` on PATH of {self.name}; activate its environment in launcher.setup"
-            ) from None
-
-    def end(self, process: subprocess.Popen[bytes], seconds: float = 20.0, *, gently: bool = False) -> None:
-        """End what `start` started: by the end of its input or TERM, and KILL to its group after a while."""
-        if process.stdin is not None:
-            process.stdin.close()
-        if process.poll() is None:
-            if not gently:
-                process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(seconds)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
     def keep_logs(self) -> None:
         """Move Ray's logs of this node into the job's directory and remove its local files."""
@@ -219,16 +165,6 @@ class Node:
                 )  # fmt: skip
         shutil.rmtree(self.temp, ignore_errors=True)
 
-    def check_gpus(self) -> None:
-        """Raise NodeError where the node shows fewer GPUs than the job was given."""
-        wanted = self.settings["gpus_per_node"]
-        if not wanted or shutil.which("nvidia-smi") is None:
-            return
-        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
-        seen = sum(line.startswith("GPU ") for line in done.stdout.splitlines())
-        if seen < wanted:
-            raise NodeError(f"{self.name} shows {seen} of {wanted} GPUs (nvidia-smi -L)")
-
     # the head
 
     def head(self) -> int:
@@ -240,20 +176,20 @@ class Node:
             return self.drive(address, ray)
         finally:
             self.write("ended", "")
-            self.end(ray)
-            self.release_ports()
+            end(ray)
+            self.ports.release()
             self.keep_logs()
 
     def start_head(self, deadline: float) -> tuple[subprocess.Popen[bytes], str]:
         """Return Ray's head once it listens, and its address. Raises NodeError after the retries."""
-        self.check_gpus()
+        check_gpus(self.settings["gpus_per_node"])
         ip = self.address()
         for left in range(self.settings["head_retries"], -1, -1):
-            self.claim_ports()
-            port = self.block + GCS
-            ray = self.start(
+            port = self.claim_ports() + GCS
+            ray = start(
                 ["ray", "start", "--head", f"--node-ip-address={ip}", f"--port={port}", "--block",
-                 "--log-color=false", *self.ray_arguments(head=True)]
+                 "--log-color=false", *self.ray_arguments(head=True)],
+                self.environ,
             )  # fmt: skip
             limit = min(deadline, time.monotonic() + START_SECONDS)
             while ray.poll() is None and time.monotonic() < limit and not self.told():
@@ -263,7 +199,7 @@ class Node:
                     return ray, f"{ip}:{port}"
                 time.sleep(POLL)
             code = ray.poll()
-            self.end(ray)
+            end(ray)
             if self.told():
                 raise StoppedError
             why = "did not listen in time" if code is None else f"ended with exit code {code}"
@@ -278,7 +214,7 @@ class Node:
         """Return when every node and GPU is in the cluster. Raises NodeError naming who is missing."""
         nodes = self.settings["nodes"]
         gpus = self.settings["gpus_per_node"] * (nodes - bool(self.settings["dedicated_head"]))
-        watch = self.start(["python3", "-c", WATCH, address], subprocess.PIPE)
+        watch = start(["python3", "-c", WATCH, address], self.environ, subprocess.PIPE)
         seen: dict[str, dict[str, float]] = {}
         said = ""
         try:
@@ -307,7 +243,7 @@ class Node:
                     raise NodeError(self.missing(now, seen, over=over))
             raise NodeError(f"the nodes of {address} could not be listed; see the log of {self.name}")
         finally:
-            self.end(watch, 5.0, gently=True)
+            end(watch, 5.0, gently=True)
 
     def missing(self, now: str, seen: dict[str, dict[str, float]], *, over: bool) -> str:
         """Return who is missing, and why as far as it is known."""
@@ -338,7 +274,7 @@ class Node:
         self.phase("driver begins")
         script = Path(self.environ["ROLLHOOK_JOB_FILES"]) / "job.sh"
         driver = subprocess.Popen(
-            ["bash", str(script)], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,  # it keeps its log itself
+            ["bash", str(script)], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,  # it keeps its log
             env=self.environ | {"RAY_ADDRESS": address}, start_new_session=True,
         )  # fmt: skip
         handed, ray_ended = "", 0.0
@@ -364,7 +300,7 @@ class Node:
 
     def worker(self) -> int:
         """Join the head, and leave when the driver has ended; joins again a bounded number of times."""
-        self.check_gpus()
+        check_gpus(self.settings["gpus_per_node"])
         ip, deadline = self.address(), self.started + self.settings["join_seconds"]
         found = self.find_head(deadline)
         if found is None:
@@ -374,15 +310,16 @@ class Node:
         tries = self.settings["worker_retries"] + 1
         for number in range(1, tries + 1):
             self.at(f"joining {head}:{port} from {ip}, try {number} of {tries}")
-            ray = self.start(
+            ray = start(
                 ["ray", "start", f"--address={head}:{port}", f"--node-ip-address={ip}", "--block",
-                 "--log-color=false", *self.ray_arguments(head=False)]
+                 "--log-color=false", *self.ray_arguments(head=False)],
+                self.environ,
             )  # fmt: skip
             try:
                 if self.stay(ray, head, port):
                     return 0
             finally:
-                self.end(ray)
+                end(ray)
                 self.keep_logs()
             self.say(f"Ray ended with exit code {ray.returncode}")
             if not self.pause(min(10.0, 0.5 * 2**number)):
@@ -454,10 +391,10 @@ class Node:
     def symmetric(self) -> int:
         """Run `ray symmetric-run`, the same on every node; returns its exit code."""
         deadline, first = self.started + self.settings["join_seconds"], self.index == 0
-        self.check_gpus()
-        self.claim_ports()
+        check_gpus(self.settings["gpus_per_node"])
+        block = self.claim_ports()
         if first:
-            head, port = self.address(), self.block + GCS
+            head, port = self.address(), block + GCS
             self.write("head.json", json.dumps({"node": self.name, "address": head, "port": port}))
         else:
             while not self.there("head.json"):
@@ -470,10 +407,11 @@ class Node:
         run = 'echo $$ > "$1/job.pid"; : > "$1/ready"; export RAY_ADDRESS=$2; exec bash "$3"'
         nodes = str(self.settings["nodes"])
         self.environ["RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT"] = str(int(self.settings["join_seconds"]))
-        process = self.start(
+        process = start(
             ["ray", "symmetric-run", "--address", f"{head}:{port}", "--min-nodes", nodes,
              *self.ray_arguments(head=first), "--", "bash", "-c", run, "bash", str(self.up), f"{head}:{port}",
-             str(script)]
+             str(script)],
+            self.environ,
         )  # fmt: skip
         handed = ""
         try:
@@ -489,72 +427,9 @@ class Node:
                 time.sleep(POLL)
             return process.returncode
         finally:
-            self.end(process)
-            self.release_ports()
+            end(process)
+            self.ports.release()
             self.keep_logs()
-
-
-def lines(process: subprocess.Popen[bytes]) -> Iterator[str]:
-    """Yield the lines of a program's output, and an empty one each quarter of a second without."""
-    assert process.stdout is not None
-    fd, rest = process.stdout.fileno(), b""
-    while True:
-        if not select.select([fd], [], [], POLL)[0]:
-            yield ""
-            continue
-        data = os.read(fd, 1 << 16)
-        if not data:
-            return
-        *whole, rest = (rest + data).split(b"\n")
-        for line in whole:
-            yield line.decode()
-
-
-def reachable(address: str, port: int, seconds: float = 3.0) -> bool:
-    """Whether something listens there."""
-    try:
-        with socket.create_connection((address, port), timeout=seconds):
-            return True
-    except OSError:
-        return False
-
-
-def local_addresses(table: str = "/proc/net/fib_trie") -> list[str]:
-    """Return the IPv4 addresses of this machine, then those that `hostname -I` adds."""
-    found: list[str] = []
-    with contextlib.suppress(OSError):
-        last = ""
-        for line in Path(table).read_text().splitlines():
-            if match := re.search(r"\|-- (\d+\.\d+\.\d+\.\d+)$", line):
-                last = match[1]
-            elif "/32 host LOCAL" in line and last not in found:
-                found.append(last)
-    with contextlib.suppress(OSError):
-        said = subprocess.run(["hostname", "-I"], capture_output=True, text=True, check=False).stdout
-        found += [each for each in said.split() if each not in found]
-    return found
-
-
-def outward_address() -> str:
-    """Return the address that packets to other networks leave with; nothing is sent."""
-    try:
-        with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
-            probe.connect(("192.0.2.1", 9))
-            return str(probe.getsockname()[0])
-    except OSError:
-        return ""
-
-
-def in_network(address: str, network: str) -> bool:
-    """Whether an address has this prefix (`10.1.`) or is in this CIDR (`10.1.0.0/16`)."""
-    if "/" not in network:
-        return address.startswith(network)
-    return ipaddress.ip_address(address) in ipaddress.ip_network(network, strict=False)
-
-
-def die_with_parent() -> None:
-    """Make the calling process get TERM when its parent dies."""
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
 def main(role: str, path: str) -> int:
