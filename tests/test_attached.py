@@ -4,6 +4,7 @@ The nodes are processes of this machine with addresses of their own, so what lis
 announced by the wrong address, is not reached.
 """
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -16,7 +17,10 @@ import pytest
 from killing import wait_until_gone
 from surviving import assert_survived
 
+from rollhook import cluster as ray_of_ours
 from rollhook import journal
+from rollhook.cluster import Cluster
+from rollhook.errors import RollhookError
 from rollhook.job_script import LOG, read_exit_code, script_files
 from rollhook.launcher import Job
 from rollhook.rundir import RunDir
@@ -26,6 +30,7 @@ pytest.importorskip("torch", reason="needs torch: `python3 core test` installs i
 pytest.importorskip("ray", reason="needs ray: `python3 core test` installs it")
 
 STEPS = 80
+SENTINEL = "sentinel-7c1f-never-to-be-seen"
 #: the quickstart with a model that knows nothing, an engine and a rollout worker for each node
 SMALL = [
     "~needs",
@@ -132,6 +137,60 @@ def actors_of(node):
         if title.startswith(b"ray::_Resident"):
             found[pid] = log.stem
     return found
+
+
+PART = """
+import os
+
+class Part:
+    def env(self, name):
+        return os.environ.get(name)
+"""
+
+
+async def test_what_is_placed_on_a_cluster_that_is_there(tmp_path, cluster, monkeypatch):
+    """Invariant 5: a secret is resolved on the node that uses it, and Ray is not told its value."""
+    (tmp_path / "secret").write_text(SENTINEL)
+    (tmp_path / "parts_of_tests.py").write_text(PART)
+    secrets = {"PART_SECRET": f"file:{tmp_path / 'secret'}", "PART_ABSENT": "file:/nowhere/at/all"}
+    monkeypatch.setattr(ray_of_ours, "JOIN_SECONDS", 0.1)
+    with pytest.raises(RollhookError, match=r"cluster at 127\.0\.0\.1:1 cannot be joined .*refused"):
+        await Cluster.attach("127.0.0.1:1", tmp_path)
+    with pytest.raises(RollhookError, match="the run needs a node with the resource nobodys"):
+        await Cluster.attach(cluster.address, tmp_path, "nobodys")
+    env = {"PART_KEY": "in clear", "PYTHONPATH": str(tmp_path)}
+    joined = await Cluster.attach(cluster.address, tmp_path, WORKER_RESOURCE, env=env, secrets=secrets)
+    part = "parts_of_tests:Part"
+    try:
+        places = [joined.place(part, name=f"part-{number}") for number in range(4)]
+        parts = await asyncio.gather(*places)
+        assert sorted(each.host for each in parts) == ["127.0.0.2"] * 2 + ["127.0.0.3"] * 2
+        names = ("PART_KEY", "PART_SECRET", "PART_ABSENT")
+        assert [await parts[0].call("env", name) for name in names] == ["in clear", SENTINEL, None]
+
+        # a program that is started anew comes back to its node, or says that this is gone
+        process = await joined.placement.start_process("p", ["sleep", "600"], env={}, log=tmp_path / "p.log")
+        host = await process.host()
+        await process.restart()
+        assert await process.host() == host
+        with pytest.raises(RollhookError, match=r"part-9 needs node 10\.9\.9\.9, which has left"):
+            await joined.place(part, name="part-9", node="10.9.9.9")
+        with pytest.raises(RollhookError, match=r"needs 1 GPUs, and the cluster has 0"):
+            await joined.place(part, name="part-9", gpus=1)
+        unseen = tmp_path / "not-there" / "part.log"
+        with pytest.raises(RollhookError, match=r"node 127\.0\.0\.\d cannot write .*storage\.root must be"):
+            await joined.place(part, name="part-9", log=unseen)
+        assert joined.placement.address == "{host}"
+    finally:
+        await joined.stop()
+    deadline = time.monotonic() + 20
+    while any(actors_of(node) for node in cluster.workers) and time.monotonic() < deadline:
+        await asyncio.sleep(0.05)
+    assert [actors_of(node) for node in cluster.workers] == [{}, {}]
+    assert all(node.process.poll() is None for node in [cluster.head, *cluster.workers]), "it is not ours"
+    for path in (cluster.directory / "ray").resolve().rglob("*"):
+        if path.is_file():
+            assert SENTINEL.encode() not in path.read_bytes(), path
 
 
 @pytest.mark.slow

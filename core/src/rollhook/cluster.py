@@ -15,6 +15,7 @@ import shutil
 import socket
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -45,6 +46,8 @@ PREFIX = "rh-ray-"
 SHARE = 0.001
 #: seconds between two looks whether what waits for room on a cluster can still get any
 ROOM_INTERVAL = 15.0
+#: seconds for which a cluster may not answer before it counts as gone; Ray itself would try for many minutes
+JOIN_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -164,6 +167,7 @@ class Cluster:
         _log_instead_of_printing()
         _refresh_settings()
         try:
+            _until_answered(attached.address)
             ray.init(
                 address=attached.address,
                 log_to_driver=False,
@@ -337,7 +341,7 @@ class Remote:
         try:
             reply = await asyncio.wrap_future(reference.future())
         except ray.exceptions.RayActorError as error:
-            where = f" on node {self.host}" if self._cluster.attached else ""
+            where = f" on node {self.host}" if self.host and self._cluster.attached else ""
             last = tail(self.log) or "nothing"
             raise ProcessDiedError(
                 f"the process of {self.name}{where} died; its log {self.log} ends: {last}"
@@ -407,6 +411,20 @@ class _Resident:
             traceback.print_exc()
             sys.stderr.flush()
             return Failure.of(error, f"{self._name}.{method}")
+
+
+def _until_answered(address: str) -> None:
+    """Raise OSError when nobody listens at a cluster's address."""
+    host, _, port = address.rpartition(":")
+    deadline = time.monotonic() + JOIN_SECONDS
+    while host and port.isdecimal():
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), 5).close()
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.5)
 
 
 def node_address() -> str:

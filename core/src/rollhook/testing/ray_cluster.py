@@ -38,7 +38,7 @@ ENVIRONMENT = {
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_failure_threshold": "5",
 }
-_START_SECONDS = 60.0
+_START_SECONDS = 120.0
 
 
 @dataclass
