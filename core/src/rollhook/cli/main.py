@@ -134,6 +134,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     debug = "--debug" in arguments[:end]
     if debug:
         arguments.remove("--debug")
+    arguments = _infra_last(arguments)
     try:
         arm_from_environment()
         app(arguments, prog_name="rollhook")
@@ -142,6 +143,22 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             raise
         sys.exit(_report(error))
     sys.exit(0)
+
+
+def _infra_last(arguments: list[str]) -> list[str]:
+    """Return the arguments with every `--infra FILE` as the override `infra=FILE` behind the recipe."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    kept: list[str] = []
+    infra: list[str] = []
+    words = iter(arguments[:end])
+    for word in words:
+        if word == "--infra" and kept:
+            infra.append(f"infra={next(words, '')}")
+        elif word.startswith("--infra=") and kept:
+            infra.append(word.removeprefix("--"))
+        else:
+            kept.append(word)
+    return [*kept, *infra, *arguments[end:]]
 
 
 def _report(error: BaseException) -> int:
@@ -190,6 +207,12 @@ def _options(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show a traceback when something fails.")] = False,
+    infra: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE", help="Behind a verb that takes a recipe: fill its launcher section from FILE."
+        ),
+    ] = None,
 ) -> None:
     """A plugin-based agent-environment runtime for reinforcement learning of language-model agents."""
 

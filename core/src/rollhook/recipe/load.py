@@ -121,8 +121,12 @@ def read_recipe(
     *,
     needs_results: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Loaded:
-    """Load a recipe as far as it goes; never raises for what is wrong with it."""
-    sources = gather(source)
+    """Load a recipe as far as it goes; never raises for what is wrong with it.
+
+    An override `infra=FILE` (or `--infra FILE`) lays an infra file over the recipe's `launcher` section.
+    """
+    given, overrides = overrides, [text for text in overrides if not text.startswith("infra=")]
+    sources = gather(source, [text.removeprefix("infra=") for text in given if text.startswith("infra=")])
     if sources.lock is not None:
         from rollhook.recipe.lock import read_lock
 
@@ -133,8 +137,8 @@ def read_recipe(
     problems += _apply(overrides, sources)
     problems += point_needs(sources.tree)
     point_needs(sources.reference)
-    if overrides:
-        sources.text += "\n# overrides:\n" + "".join(f"#   {text}\n" for text in overrides)
+    if given:
+        sources.text += "\n# overrides:\n" + "".join(f"#   {text}\n" for text in given)
     return _finish(sources, problems, needs_results or {})
 
 

@@ -72,8 +72,12 @@ def display(path: Path) -> str:
     return str(path) if relative.startswith("..") else relative
 
 
-def gather(source: str | Path) -> Sources:
-    """Read a recipe and all that it extends, the last one winning."""
+def gather(source: str | Path, infra: Sequence[str] = ()) -> Sources:
+    """Read a recipe and all that it extends, the last one winning, then infra files on top of it.
+
+    An infra file is a path, or the PROFILE of `<recipe>.PROFILE.infra.yaml` beside the recipe; it fills the
+    `launcher` section.
+    """
     sources = Sources()
     found = find(source, Path())
     if isinstance(found, Problem):
@@ -81,15 +85,52 @@ def gather(source: str | Path) -> Sources:
         sources.broken = True
     else:
         _gather(found, sources, ())
+        for each in infra:
+            _add_infra(each, found, sources)
     return sources
 
 
-def _gather(path: Path, sources: Sources, above: tuple[Path, ...]) -> None:
+def _add_infra(infra: str, recipe: Path, sources: Sources) -> None:
+    beside = recipe.parent / f"{recipe.stem}.{infra}.infra.yaml"
+    path = next((each for each in (Path(infra).expanduser(), beside) if each.is_file()), None)
+    if sources.lock is not None:
+        sources.problems.append(
+            Problem("launcher", "is locked, so an infra file cannot fill it", "command line")
+        )
+    elif path is None:
+        text = f"{infra!r} is no infra file, and {display(beside)} is not there"
+        sources.problems.append(Problem("launcher", text, "command line"))
+        sources.broken = True
+    else:
+        _gather(path, sources, (), infra=True)
+
+
+def _as_launcher(document: Document, name: str) -> Document:
+    """Return an infra file as a recipe that has a launcher: `{launcher: {...}}`, or the section's body alone.
+
+    Keys that begin with `_` are for YAML anchors.
+    """
+    data = {key: value for key, value in document.data.items() if not key.startswith("_")}
+    parents = {key: data.pop(key) for key in ("extends",) if key in data}
+    lines, problems = document.lines, list(document.problems)
+    if "launcher" in data:
+        for key in data.keys() - {"launcher"}:
+            problems.append(Problem(key, "is in an infra file, which fills `launcher` alone", name))
+        data = {"launcher": data["launcher"]}
+    else:
+        lines = {("launcher", *path) if path[:1] != ("extends",) else path: n for path, n in lines.items()}
+        data = {"launcher": data}
+    return Document({**parents, **data} if document.data else {}, lines, problems, document.text)
+
+
+def _gather(path: Path, sources: Sources, above: tuple[Path, ...], *, infra: bool = False) -> None:
     name = display(path)
     document = read_file(path, name)
+    if infra:
+        document = _as_launcher(document, name)
     sources.problems += document.problems
     sources.broken |= not document.data
-    if not above:
+    if not above and not infra:
         sources.text = document.text
     if not above and "lock" in document.data:
         sources.lock, sources.names = document.data, [name]
@@ -108,10 +149,10 @@ def _gather(path: Path, sources: Sources, above: tuple[Path, ...]) -> None:
         elif len(above) >= MAX_EXTENDS:
             sources.problems.append(Problem("extends", f"is nested deeper than {MAX_EXTENDS} files", source))
         else:
-            _gather(found, sources, above)
+            _gather(found, sources, above, infra=infra)
             continue
         sources.broken = True
-    _lay(document, path, name, sources, main=len(above) == 1)
+    _lay(document, path, name, sources, main=len(above) == 1 and not infra)
 
 
 def _lay(document: Document, path: Path, name: str, sources: Sources, *, main: bool) -> None:
