@@ -13,14 +13,15 @@ PORTS_PER_NODE = 1000
 _PORT = Field(ge=1024, le=65535)
 
 
+#: no option of ssh
+Destination = Annotated[str, Field(pattern=r"^[^\s-][^\s]*$")]
+
+
 class Host(Config):
     """A machine that is reached by ssh."""
 
     host: Annotated[
-        str,
-        Field(
-            pattern=r"^[^\s-][^\s]*$", description="[user@]name as ssh takes it, also one of ssh's own config"
-        ),
+        Destination, Field(description="[user@]name as ssh takes it, also one of ssh's own config")
     ]
     address: Annotated[
         str | None,
@@ -96,7 +97,7 @@ class ClusterKeys(Config):
     ] = "local"
     workers: Annotated[PositiveInt, Field(description="number of workers, of local and compose")] = 2
     hosts: Annotated[
-        tuple[str | Host, ...],
+        tuple[Destination | Host, ...],
         Field(description="of ssh: the first is the head, the others are workers; one may be named twice"),
     ] = ()
     cpus_per_worker: Annotated[
@@ -150,6 +151,9 @@ class ClusterKeys(Config):
     def _is_whole(self) -> Self:
         if self.by == "ssh" and len(self.hosts) < 2:
             raise ValueError("`by: ssh` needs `hosts`: the head and at least one worker")
+        first, fixed = self.ports.node, {self.ports.gcs, self.ports.dashboard, self.ports.client}
+        if len(fixed) < 3 or any(first <= port for port in fixed):
+            raise ValueError("`ports`: gcs, dashboard and client have to differ, and to be below node")
         if self.by != "ssh" and self.hosts:
             raise ValueError("`hosts` needs `by: ssh`")
         return self
