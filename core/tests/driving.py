@@ -157,10 +157,12 @@ class FakeCluster:
     def __init__(self):
         self.placement = LocalPlacement()
         self.remotes = defaultdict(list)
+        self.gpus = {}
 
     async def place(self, target, *args, name, gpus=0, env=None, log=None, calls=1):
         module, _, attribute = target.partition(":")
         made = getattr(importlib.import_module(module), attribute)
+        self.gpus[name] = gpus
         self.remotes[name].append(FakeRemote(name, made(*pickle.loads(pickle.dumps(args)))))
         return self.remotes[name][-1]
 
@@ -223,6 +225,10 @@ def _answer(function, answer):
 
     if not loop.is_closed():
         loop.call_soon_threadsafe(give)
+
+
+class CountingConfig(Config):
+    gpus: float = 0.0
 
 
 class CountingTrainer(NativeTrainer):
@@ -342,7 +348,8 @@ def rollhook_accept_group(group):
 
 
 def _component(kind, name):
-    config = {"shelf": ShelfConfig, "answers": AnswersConfig}.get(name, Config)
+    own = {"shelf": ShelfConfig, "answers": AnswersConfig, "counting": CountingConfig}
+    config = own.get(name, Config)
     return [Component(name, config, COMPONENTS[f"{kind}.{name}"], "for tests")]
 
 

@@ -116,6 +116,12 @@ async def test_sessions_that_others_may_reach_are_announced_by_the_address_of_th
     assert [url.rpartition(":")[0] for url in urls] == ["http://10.1.2.3"] * 2
 
 
+async def test_a_trainer_gets_the_gpus_that_it_asks_for_and_rollout_workers_none(tmp_path):
+    cluster = FakeCluster()
+    await rig_of(tmp_path, trainer={"use": "counting", "gpus": 0.5}).drive(cluster=cluster)
+    assert cluster.gpus == {"trainer": 0.5, "rollout-worker-1": 0, "rollout-worker-2": 0}
+
+
 async def test_an_episode_that_kills_its_workers_ends_as_an_infrastructure_error(tmp_path):
     cluster = FakeCluster()
     rig, gate = gated(tmp_path, rollout={"max_concurrent": 1, "workers": 2, "refill_limit": 1})

@@ -23,6 +23,8 @@ Treatment = Literal["run", "rendered", "refused"]
 class NativeTrainer(ABC):
     """Owns weights and optimizer. Synchronous: it runs in a process of its own, one call at a time.
 
+    A config that has `gpus` says with it how many of the cluster's GPUs the process takes, whole or a share.
+
     Weight directories are Hugging Face layouts: `config.json`, `model.safetensors`, tokenizer files.
     """
 

@@ -62,6 +62,7 @@ class Training:
             str(cache_directory()),
             derive(self._recipe.seed, "trainer"),
             name="trainer",
+            gpus=getattr(config, "gpus", 0.0),
         )
 
     async def _call(self, method: str, *args: Any) -> Any:

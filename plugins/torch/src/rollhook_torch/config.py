@@ -140,6 +140,10 @@ class TrainerConfig(Config):
     device: Annotated[
         str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto: a GPU if torch sees one, else cpu")
     ] = "auto"
+    gpus: Annotated[
+        NonNegativeFloat,
+        Field(description="GPUs that the trainer takes of the cluster's; 0: it may use one, and takes none"),
+    ] = 0.0
     threads: Annotated[PositiveInt | None, Field(description="CPU threads; default: all")] = None
 
     @model_validator(mode="after")
