@@ -84,6 +84,7 @@ A recipe says what a run does; these only say where things are on this machine.
 | `ROLLHOOK_SIGNALS` | Set for a moment by a job's script that was started with interrupts ignored. |
 | `ROLLHOOK_TELLS_ALL` | Set for a job's script by launchers whose scheduler signals every process of it: the script does not do it again. |
 | `ROLLHOOK_WORKER_RESOURCE` | Set by launchers: a Ray resource that only nodes for work have. |
+| `ROLLHOOK_CACHE` | Packs and what else is kept, in place of `$XDG_CACHE_HOME/rollhook`; a job on a Ray cluster sets it to `<storage.root>/.cache`. |
 | `ROLLHOOK_K8S_SECRETS` | Where a job on Kubernetes has its Secrets (default `/var/run/rollhook/secrets`). |
 | `ROLLHOOK_TEST_IMAGE` | For tests at `DOCKER_HOST`: an image with bash, coreutils and python3. |
 
