@@ -11,13 +11,14 @@ from pydantic import BaseModel
 
 from rollhook.installed import EntryInfo
 from rollhook.plugins import LoadError, Plugins, load
+from rollhook.recipe.composition import Composition
 from rollhook.recipe.digests import digest_of
 from rollhook.recipe.load import Loaded, read_recipe
 from rollhook.recipe.lock import digest
 from rollhook.recipe.match import let_through, mismatches, remarks
 from rollhook.recipe.parts import Part, find_parts
 from rollhook.recipe.problem import Problem, RecipeError
-from rollhook.recipe.rules import Composition, check_rules
+from rollhook.recipe.rules import check_rules
 from rollhook.secrets import Secret
 
 Site = Literal["here", "none"]

@@ -3,77 +3,11 @@
 from __future__ import annotations
 
 import ipaddress
-import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
-from rollhook.recipe import paths
-from rollhook.recipe.load import Loaded
-from rollhook.recipe.parts import Part, Parts
+from rollhook.recipe.composition import Composition, asks_from, idle, use_name
+from rollhook.recipe.launch_rules import addresses, hosted, launcher
 from rollhook.recipe.problem import Problem
-from rollhook.recipe.schema import Recipe
-
-_USER = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<user>[^/\s@]*)@", re.IGNORECASE)
-
-
-@dataclass
-class Composition:
-    """A recipe with its parts, as the rules see it."""
-
-    loaded: Loaded
-    recipe: Recipe
-    parts: Parts
-    #: for an evaluation alone: what concerns training is not looked at
-    evaluating: bool = False
-
-    def part(self, kind: str) -> Part | None:
-        """Return the first part of a kind, if it could be loaded."""
-        return next(iter(self.parts.of(kind)), None)
-
-    @property
-    def trains(self) -> bool:
-        """Whether the recipe has a trainer, and it is to train."""
-        return self.recipe.trainer is not None and not self.evaluating
-
-    @property
-    def trains_on_episodes(self) -> bool:
-        """Whether its trainer trains on episodes; assumed while its keys are wrong."""
-        part = self.part("trainer") if self.trains else None
-        if part is None or part.cls is None or part.config is None:
-            return self.trains
-        return bool(part.cls.needs_rollouts(part.config))
-
-    @property
-    def rolls_out(self) -> bool:
-        """Whether episodes are run, to train on or to evaluate."""
-        return self.trains_on_episodes or not self.trains
-
-    @property
-    def asks_endpoint(self) -> bool:
-        """Whether its engine takes messages, so that nothing here needs weights or a tokenizer."""
-        part = self.part("engine")
-        return part is not None and part.cls is not None and not part.cls.gives_tokens
-
-    @property
-    def has_weights(self) -> bool:
-        """Whether the recipe says where weights are."""
-        path = self.recipe.model.path if self.recipe.model is not None else None
-        return path is not None or self.recipe.checkpoint.load_from is not None
-
-    def says(self, key: str) -> bool:
-        """Return whether the recipe gives a key, or one below it, a value other than null."""
-        try:
-            value = paths.get(self.loaded.resolved, paths.parse(key))
-        except KeyError:
-            return False
-        return value is not None
-
-    def layer(self, key: str) -> int:
-        """Return the layer that gave a key (later wins); -1 for a default."""
-        found = [
-            layer for each, layer in self.loaded.layers.items() if each == key or each.startswith(f"{key}.")
-        ]
-        return max(found, default=-1)
 
 
 def check_rules(composition: Composition) -> list[Problem]:
@@ -101,7 +35,7 @@ def missing_parts(c: Composition) -> Iterator[Problem]:
     elif r.trainer is None and not r.environment:
         yield Problem("trainer", "is missing, and so is environment: this recipe does nothing")
     if c.trains_on_episodes and not r.environment:
-        yield Problem("environment", f"is missing: trainer {_use(r.trainer)} trains on episodes")
+        yield Problem("environment", f"is missing: trainer {use_name(r.trainer)} trains on episodes")
     if r.environment and r.agent is None and c.rolls_out:
         yield Problem("agent", "is missing: an environment needs an agent", hint="for example agent: shell")
     agent = c.part("agent")
@@ -131,39 +65,39 @@ def no_effect(c: Composition) -> Iterator[Problem]:
         if r.evaluation.every:
             keys += ["evaluation.every"]
         chosen = c.layer("trainer")
-        yield from _idle(c, keys, chosen, f"trainer {_use(r.trainer)} brings its own data")
+        yield from idle(c, keys, chosen, f"trainer {use_name(r.trainer)} brings its own data")
         rest = ["environment", "agent", "sandbox", "router", "engine", "budgets"]
         rest += ["rollout.max_concurrent", "rollout.workers", "rollout.sampling"]
-        yield from _idle(c, rest, chosen, "no episode is run")
+        yield from idle(c, rest, chosen, "no episode is run")
     if not c.trains and not c.evaluating:
         keys = ["steps", "checkpoint.every", "checkpoint.keep", "rollout.permute_rewards", "evaluation.every"]
-        yield from _idle(c, keys, c.layer("trainer"), "there is no trainer")
+        yield from idle(c, keys, c.layer("trainer"), "there is no trainer")
     if c.asks_endpoint and not c.trains:
         keys = ["router", "model.path", "model.init", "model.tokenizer", "model.chat_template"]
         keys += ["model.chat_template_kwargs", "model.tool_parser", "model.reasoning_parser"]
         keys += ["gateway.matcher"]
-        reason = f"engine {_use(r.engine)} asks an endpoint, which renders and routes by itself"
-        yield from _idle(c, keys, c.layer("engine"), reason)
+        reason = f"engine {use_name(r.engine)} asks an endpoint, which renders and routes by itself"
+        yield from idle(c, keys, c.layer("engine"), reason)
     if r.rollout.draw == "uniform":
-        yield from _idle(c, ["rollout.draw_floor"], c.layer("rollout.draw"), "rollout.draw is uniform")
+        yield from idle(c, ["rollout.draw_floor"], c.layer("rollout.draw"), "rollout.draw is uniform")
     if c.trains and not r.evaluation.every:
         keys = [f"evaluation.{key}" for key in ("split", "episodes", "samples", "greedy", "first")]
-        yield from _idle(c, keys, c.layer("evaluation.every"), "evaluation.every is 0")
+        yield from idle(c, keys, c.layer("evaluation.every"), "evaluation.every is 0")
     if r.rollout.max_staleness == 0:
         reason = "with rollout.max_staleness 0 no group is made beyond the next batch"
-        yield from _idle(c, ["rollout.buffer_groups"], c.layer("rollout.max_staleness"), reason)
-    if _asks_from(c) != "sandbox":
-        yield from _idle(c, ["gateway.public_url"], -1, "no agent asks the policy from within a sandbox")
+        yield from idle(c, ["rollout.buffer_groups"], c.layer("rollout.max_staleness"), reason)
+    if asks_from(c) != "sandbox":
+        yield from idle(c, ["gateway.public_url"], -1, "no agent asks the policy from within a sandbox")
     if r.checkpoint.load_from is not None:
         chosen = c.layer("checkpoint.load_from")
-        yield from _idle(
+        yield from idle(
             c, ["model.path", "model.init"], chosen, "checkpoint.load_from says where weights are"
         )
     if len(r.environment) == 1:
-        yield from _idle(c, ["environment.weight"], -1, "there is one environment")
+        yield from idle(c, ["environment.weight"], -1, "there is one environment")
     agent = c.part("agent")
     if agent and agent.cls and not agent.cls.needs_policy and not c.trains:
-        yield from _idle(c, ["engine", "router"], c.layer("agent"), f"agent {agent.name} asks no policy")
+        yield from idle(c, ["engine", "router"], c.layer("agent"), f"agent {agent.name} asks no policy")
 
 
 def training(c: Composition) -> Iterator[Problem]:
@@ -360,11 +294,11 @@ def outside(c: Composition) -> Iterator[Problem]:
     settings, workers = c.recipe.gateway, c.recipe.rollout.workers
     # one that wraps another is where the other is
     elsewhere = any(part.cls is not None and part.cls.elsewhere for part in c.parts.of("sandbox"))
-    if _asks_from(c) == "sandbox" and elsewhere and settings.public_url is None:
+    if asks_from(c) == "sandbox" and elsewhere and settings.public_url is None:
         yield Problem(
             "gateway.public_url",
-            f"is missing: agent {_use(c.recipe.agent)} asks the policy from sandboxes of "
-            f"{_use(c.recipe.sandbox)}, which are elsewhere",
+            f"is missing: agent {use_name(c.recipe.agent)} asks the policy from sandboxes of "
+            f"{use_name(c.recipe.sandbox)}, which are elsewhere",
             hint="set it to an address at which they reach gateway.bind and gateway.port",
         )
     if settings.port and workers > 1:
@@ -373,77 +307,13 @@ def outside(c: Composition) -> Iterator[Problem]:
             f"{settings.port} cannot be that of all {workers} of rollout.workers",
             hint="leave it 0, and put {port} into gateway.public_url",
         )
-    from_sandbox = _asks_from(c) == "sandbox"
+    from_sandbox = asks_from(c) == "sandbox"
     if from_sandbox and settings.public_url and "{port}" not in settings.public_url and not settings.port:
         yield Problem(
             "gateway.public_url",
             "does not say which port is meant, and gateway.port is any that is free",
             hint="set gateway.port, or put {port} into the address",
         )
-
-
-def _asks_from(c: Composition) -> str:
-    agent = c.part("agent")
-    known = agent is not None and agent.cls is not None and agent.config is not None
-    return str(agent.cls.asks_from(agent.config)) if agent is not None and agent.cls and known else ""
-
-
-def launcher(c: Composition) -> Iterator[Problem]:
-    """Where the run's files are, if the job's nodes do not share them with whoever submits it."""
-    part = c.part("launcher")
-    if part is None or part.cls is None or part.config is None or part.cls.in_process or c.evaluating:
-        return
-    built = c.parts.build(part)
-    if isinstance(built, Problem):
-        yield built
-    elif not built.shares_files and not c.recipe.storage.root.startswith("/"):
-        yield Problem(
-            "storage.root",
-            f"{c.recipe.storage.root!r} is relative, and launcher {part.name} runs where it is not seen",
-            hint="set it to an absolute directory that all nodes see",
-        )
-
-
-def hosted(c: Composition) -> Iterator[Problem]:
-    """What a framework that hosts us needs, and the keys that it would not read."""
-    part, r = c.part("trainer"), c.recipe
-    if not c.trains or part is None or part.cls is None or not part.cls.hosted:
-        return
-    launcher = c.part("launcher")
-    if launcher and launcher.cls and launcher.cls.in_process:
-        yield Problem(
-            "launcher.use",
-            f"trainer {part.name} runs as a job, and launcher {launcher.name} submits none",
-            hint="set launcher to one that does, e.g. slurm, ray or kuberay",
-        )
-    if _asks_from(c) not in ("", "process"):
-        yield Problem(
-            "agent.use",
-            f"{_use(r.agent)} asks the policy over HTTP, and under trainer {part.name} there is no such face",
-            hint="choose an agent that asks in its own process, e.g. shell",
-        )
-    if c.loaded.locked is not None:
-        return
-    refused = [key for key in _given(c) if part.cls.treats(key) == "refused"]
-    yield from _idle(c, refused, c.layer("trainer.use"), f"trainer {part.name} has no counterpart of it")
-
-
-def _given(c: Composition) -> Iterator[str]:
-    """Yield the keys that the recipe gives, those of lists of components without their number."""
-    for key in dict.fromkeys(c.loaded.layers):
-        yield ".".join(name for name in key.split(".") if not name.isdigit())
-
-
-def addresses(c: Composition) -> Iterator[Problem]:
-    """Addresses that carry a password: they are shown in locks, logs and lists of processes."""
-    for path, value in paths.leaves(c.loaded.resolved):
-        found = _USER.match(value) if isinstance(value, str) else None
-        if found is not None and (found["scheme"].startswith("http") or ":" in found["user"]):
-            yield Problem(
-                paths.text(path),
-                "is an address with a user or password before its @, which all who see the recipe would see",
-                hint="take that out, and give the secret by reference in the key that is for it",
-            )
 
 
 def lists(c: Composition) -> Iterator[Problem]:
@@ -482,16 +352,6 @@ def sandbox_isolation(c: Composition) -> Iterator[Problem]:
     if backend.unsafe or "isolation" not in backend.capabilities:
         reason = f"{part.name} as it is set does not isolate episodes from this machine, so it may not train"
         yield Problem("sandbox.use", reason)
-
-
-def _idle(c: Composition, keys: list[str], chosen: int, reason: str) -> Iterator[Problem]:
-    for key in keys:
-        if c.says(key) and c.layer(key) >= chosen:
-            yield Problem(key, f"has no effect: {reason}", hint=f"delete it: ~{key}")
-
-
-def _use(use: object) -> str:
-    return str(getattr(use, "use", ""))
 
 
 _RULES: list[Callable[[Composition], Iterator[Problem]]] = [

@@ -13,11 +13,11 @@ from rollhook import budgets
 from rollhook.environment import Environment, Task
 from rollhook.errors import RollhookError
 from rollhook.packs import PREFIX, resolve_all
+from rollhook.recipe.composition import Composition
 from rollhook.recipe.digests import digest_tasks
 from rollhook.recipe.facts import is_hub_name, named_files, tasks_key
 from rollhook.recipe.parts import Part
 from rollhook.recipe.problem import Problem
-from rollhook.recipe.rules import Composition
 from rollhook.secrets import Secret
 
 #: below this a run's checkpoints and episodes are likely to fill the disk
