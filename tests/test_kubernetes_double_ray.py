@@ -273,6 +273,40 @@ def test_who_submits_a_job_differs_by_mode(api: Api, double: Cluster, space: str
     assert api.status("i")["jobId"] == "mine"
 
 
+def test_the_operator_gives_up_on_what_never_answers(api: Api, double: Cluster, space: str) -> None:
+    double.jobs(match=f"{space}/mute", seconds=None, stays="CHECK")
+    double.jobs(match=f"{space}/full", stays="SUBMIT")
+    double.jobs(match=f"{space}/bad", status="FAILED", message="exit code 5", seconds=3)
+    api("POST", "rayjobs", rayjob("mute"))
+    api("POST", "rayjobs", rayjob("full"))
+    api("POST", "rayjobs", rayjob("bad", submissionMode="K8sJobMode"))
+    api.history("bad", "Failed")
+    found = api.status("bad")
+    assert (found["reason"], found["message"], found["jobStatus"]) == ("AppFailed", "exit code 5", "FAILED")
+    for name in ("mute", "full"):
+        api.history(name, "Failed")
+        assert api.status(name)["reason"] == "JobStatusCheckTimeoutExceeded"
+        assert api.status(name)["jobStatusCheckFailureStartTime"]
+
+
+def test_a_job_in_a_cluster_that_stays_leaves_it(api: Api, double: Cluster, space: str) -> None:
+    body = {"apiVersion": "ray.io/v1", "kind": "RayCluster", "metadata": {"name": "c"}}
+    api("POST", "rayclusters", {**body, "spec": rayjob("x")["spec"]["rayClusterSpec"]})
+    job = rayjob("j", clusterSelector={"ray.io/cluster": "c"}, shutdownAfterJobFinishes=True)
+    del job["spec"]["rayClusterSpec"]
+    api("POST", "rayjobs", job)
+    api.history("j", "Complete")
+    assert api.status("j")["rayClusterName"] == "c"
+    double.jobs(match=space, seconds=None)
+    api("POST", "rayjobs", rayjob("bent"))
+    api.history("bent", "Running")
+    api.change("bent", ttlSecondsAfterFinished=5)
+    assert api.history("bent", "ValidationFailed")[-1][0] == "ValidationFailed"
+    api("DELETE", "rayjobs/j")
+    api.wait(lambda: [each["metadata"]["name"] for each in double.objects("RayJob", space)] == ["bent"])
+    assert api("GET", "rayclusters/c")["status"]["state"] == "ready"
+
+
 def test_rules_delete_what_they_name_and_a_stopped_job_matches_none(
     api: Api, double: Cluster, space: str
 ) -> None:

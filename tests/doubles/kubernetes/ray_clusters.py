@@ -68,7 +68,12 @@ class Clusters:
         self._report(key, cluster)
 
     def _groups(self, cluster: Object) -> None:
-        spec, pods = cluster["spec"], self.pods(cluster)
+        spec, over = cluster["spec"], ("Failed", "Succeeded")
+        ended = [each for each in self.pods(cluster) if each.get("status", {}).get("phase") in over]
+        if self.world.options.ray and any(_type(each) == "head" for each in ended):
+            ended = self.pods(cluster)  # a new head has new ports
+        self._drop(ended)
+        pods = self.pods(cluster)
         if not any(_type(each) == "head" for each in pods):
             self._make(cluster, "head", spec["headGroupSpec"], "headgroup")
         for group in spec.get("workerGroupSpecs") or []:

@@ -85,9 +85,9 @@ class Jobs:
         """Return the script of the pod that submits a scripted job and follows its log."""
         script = self._jobs[job_id].script
         seconds = script.get("seconds", 1)
-        ends = (
-            {} if seconds is None else {"dies": seconds, "exit_code": int(script.get("status") == "FAILED")}
-        )
+        took = (time.monotonic() - self._jobs[job_id].started) / self.world.options.second
+        code = int(script.get("status", "SUCCEEDED") != "SUCCEEDED")
+        ends = {} if seconds is None else {"dies": max(0, seconds - took), "exit_code": code}
         return {"logs": script.get("logs", []), **ends}
 
     def begin(self, job: Object, job_id: str) -> None:

@@ -18,15 +18,9 @@ from doubles.kubernetes.store import Object, suffix
 DASHBOARD, GCS, CLIENT, AGENT = 8265, 6379, 10001, 52365
 
 
-def check_name(name: str) -> str:
-    """Return a name as KubeRay shortens it: the last 50 characters, not beginning with a digit or a sign."""
-    name = name[-50:]
-    return name if name[0].isalpha() else "r" + name[1:]
-
-
-def head_service_name(cluster: str) -> str:
-    """Return the name of a cluster's head service."""
-    return check_name(f"{cluster}-head-svc")
+def head_service_name(owner_name: str) -> str:
+    """Return the name of the head service of a RayCluster or RayJob."""
+    return f"{owner_name}-head-svc"
 
 
 def free_ports(number: int) -> list[int]:
@@ -132,14 +126,15 @@ def pod(
     """Return a head or worker pod of a cluster, and its real ports."""
     meta, template = cluster["metadata"], deepcopy(group["template"])
     name = meta["name"]
-    role = "head" if kind == "head" else f"{group_name}-worker"
+    prefix = name if kind == "head" else f"{name}-{group_name}"
+    unique = f"{prefix[:50]}-{kind}-"[:58] + suffix()
     labels = {
         **((template.get("metadata") or {}).get("labels") or {}),
         "ray.io/cluster": name,
         "ray.io/node-type": kind,
         "ray.io/group": group_name,
         "ray.io/is-ray-node": "yes",
-        "ray.io/identifier": check_name(f"{name}-{kind}"),
+        "ray.io/identifier": f"{name}-{kind}",
         "app.kubernetes.io/name": "kuberay",
         "app.kubernetes.io/created-by": "kuberay-operator",
     }
@@ -173,7 +168,7 @@ def pod(
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": {
-            "name": f"{check_name(f'{name}-{role}')}-{suffix()}",
+            "name": unique,
             "labels": labels,
             **({"annotations": annotations} if annotations else {}),
             "ownerReferences": [owner(cluster)],
@@ -201,7 +196,7 @@ def head_service(cluster: Object, name: str, of: Object) -> Object:
     selector = {
         "ray.io/cluster": cluster["metadata"]["name"],
         "ray.io/node-type": "head",
-        "ray.io/identifier": check_name(f"{cluster['metadata']['name']}-head"),
+        "ray.io/identifier": f"{cluster['metadata']['name']}-head",
         "app.kubernetes.io/name": "kuberay",
         "app.kubernetes.io/created-by": "kuberay-operator",
     }

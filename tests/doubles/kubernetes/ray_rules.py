@@ -1,4 +1,7 @@
-"""What KubeRay's operator refuses of what the CRD lets pass (its controllers/ray/utils/validation.go)."""
+"""What KubeRay's operator refuses of what the CRD lets pass (its controllers/ray/utils/validation.go).
+
+In our own words; not checked are the parts about Redis, TLS, network policies and the history server.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,9 @@ def cluster(spec: Object) -> Iterator[str]:
     if not spec["headGroupSpec"]["template"].get("spec", {}).get("containers"):
         yield "headGroupSpec should have at least one container"
     autoscaling = spec.get("enableInTreeAutoscaling", False)
+    version = [int(part) for part in re.findall(r"\d+", spec.get("rayVersion") or "")[:2]]
+    if (spec.get("authOptions") or {}).get("mode") == "token" and version < [2, 52]:
+        yield "authOptions.mode is 'token', which needs rayVersion, 2.52.0 or later"
     seen = set()
     for group in spec.get("workerGroupSpecs") or []:
         name = group.get("groupName", "")
@@ -83,13 +89,27 @@ def job(each: Object) -> Iterator[str]:
     except yaml.YAMLError as error:
         yield f"failed to unmarshal RuntimeEnvYAML: {error}"
     if (spec.get("deletionStrategy") or {}).get("deletionRules"):
-        if shutdown:
-            yield "deletionRules and shutdownAfterJobFinishes cannot be used together"
-        if selector and any(rule["policy"] in ("DeleteCluster", "DeleteWorkers") for rule in _rules(spec)):
-            yield "DeleteCluster and DeleteWorkers are not supported with the ClusterSelector mode"
+        yield from _deletion(spec)
     if "rayClusterSpec" in spec:
         yield from cluster(spec["rayClusterSpec"])
 
 
-def _rules(spec: Object) -> list[Object]:
-    return list(spec["deletionStrategy"]["deletionRules"])
+def _deletion(spec: Object) -> Iterator[str]:
+    if spec.get("shutdownAfterJobFinishes"):
+        yield "deletionRules and shutdownAfterJobFinishes are mutually exclusive"
+    autoscaling = spec.get("rayClusterSpec", {}).get("enableInTreeAutoscaling")
+    seen: dict[tuple[str, str], dict[str, int]] = {}
+    for number, rule in enumerate(spec["deletionStrategy"]["deletionRules"]):
+        policy, when = rule["policy"], rule["condition"]
+        if spec.get("clusterSelector") and policy in ("DeleteCluster", "DeleteWorkers"):
+            yield f"deletionRules[{number}]: {policy} is not supported when ClusterSelector is set"
+        if autoscaling and policy == "DeleteWorkers":
+            yield f"deletionRules[{number}]: DeleteWorkers is not supported with autoscaling enabled"
+        mark = (when.get("jobStatus", ""), when.get("jobDeploymentStatus", ""))
+        if policy in seen.setdefault(mark, {}):
+            yield f"deletionRules[{number}]: duplicate rule for {policy}"
+        seen[mark][policy] = when.get("ttlSeconds", 0)
+    for times in seen.values():
+        order = [times[name] for name in ("DeleteWorkers", "DeleteCluster", "DeleteSelf") if name in times]
+        if order != sorted(order):
+            yield "TTLs of deletionRules must not fall from DeleteWorkers over DeleteCluster to DeleteSelf"

@@ -18,6 +18,10 @@ FINALIZER = "ray.io/rayjob-finalizer"
 _CLUSTERS, _JOBS, _BATCH = (resources.named(each) for each in ("rayclusters", "rayjobs", "jobs"))
 _SERVICES, _PODS = resources.named("services"), resources.named("pods")
 _OVER = ("SUCCEEDED", "FAILED", "STOPPED")
+#: what a RayJob that begins again has lost
+_CLEARED = dict.fromkeys(
+    ("rayClusterName", "rayClusterStatus", "dashboardURL", "jobId", "message", "reason", "rayJobInfo")
+)
 
 
 class RayJobs:
@@ -47,8 +51,10 @@ class RayJobs:
         if "deletionTimestamp" in job["metadata"]:
             await self._deleted(key, job)
             return
+        if job["spec"].get("managedBy", "ray.io/kuberay-operator") != "ray.io/kuberay-operator":
+            return
         phase = job.get("status", {}).get("jobDeploymentStatus", "")
-        if phase in self._states:
+        if phase in self._states and self._valid(key, job):
             await self._states[phase](key, job)
 
     # Helpers.
@@ -69,21 +75,10 @@ class RayJobs:
     def _fail(self, key: Key, job: Object, reason: str, message: str, **status: Any) -> None:
         failed = job.get("status", {}).get("failed", 0) + 1
         left = job["spec"].get("backoffLimit", 0) - (failed - 1)
-        final = left <= 0 or reason in (
-            "DeadlineExceeded",
-            "JobStatusCheckTimeoutExceeded",
-            "ValidationFailed",
-        )
+        final = left <= 0 or reason in ("DeadlineExceeded", "JobStatusCheckTimeoutExceeded")
         phase = "Failed" if final else "Retrying"
-        self._set(
-            key,
-            jobDeploymentStatus=phase,
-            reason=reason,
-            message=message,
-            failed=failed,
-            endTime=now(),
-            **status,
-        )
+        status |= {"endTime": now()} if final else {}
+        self._set(key, jobDeploymentStatus=phase, reason=reason, message=message, failed=failed, **status)
 
     def _cluster(self, job: Object) -> Object | None:
         name = job.get("status", {}).get("rayClusterName", "")
@@ -96,29 +91,33 @@ class RayJobs:
 
     # States.
 
-    async def _new(self, key: Key, job: Object) -> None:
+    def _valid(self, key: Key, job: Object) -> bool:
+        """Check a spec, in every state: one that was good may have been changed."""
         faults = list(ray_rules.job(job))
         if faults:
-            told = f"The RayJob spec is invalid {key[1]}/{key[2]}: {faults[0]}"
-            event(self.store, job, "Warning", "InvalidRayJobSpec", told, "rayjob-controller")
-            self._set(key, jobDeploymentStatus="ValidationFailed", reason="ValidationFailed", message=told)
-            return
+            event(self.store, job, "Warning", "InvalidRayJobSpec", faults[0], "rayjob-controller")
+            self._set(
+                key, jobDeploymentStatus="ValidationFailed", reason="ValidationFailed", message=faults[0]
+            )
+        return not faults
+
+    async def _new(self, key: Key, job: Object) -> None:
         if FINALIZER not in (job["metadata"].get("finalizers") or []):
             self.store.edit(key, lambda new: new["metadata"].setdefault("finalizers", []).append(FINALIZER))
         self._forget(job)
-        spec, name = job["spec"], job["metadata"]["name"]
+        spec, name, status = job["spec"], job["metadata"]["name"], job.get("status", {})
         selector = (spec.get("clusterSelector") or {}).get("ray.io/cluster")
         waiting = spec.get("submissionMode") == "InteractiveMode"
+        job_id = None if waiting else spec.get("jobId") or f"{name}-{suffix()}"
         self._set(
             key,
             jobDeploymentStatus="Initializing",
             jobStatus="",
-            jobId=spec.get("jobId") or ("" if waiting else f"{name}-{suffix()}"),
-            rayClusterName=selector or f"{ray_pods.check_name(name)}-{suffix()}",
+            jobId=job_id,
+            rayClusterName=selector or f"{name}-{suffix()}",
             startTime=now(),
-            endTime=None,
-            reason=None,
-            message=None,
+            failed=status.get("failed", 0),
+            succeeded=status.get("succeeded", 0),
         )
 
     async def _initializing(self, key: Key, job: Object) -> None:
@@ -135,29 +134,18 @@ class RayJobs:
             return
         head = f"{status['head']['serviceName']}.{job['metadata']['namespace']}.svc.cluster.local:8265"
         mode = job["spec"].get("submissionMode", "K8sJobMode")
-        job_id = job["status"].get("jobId", "")
-        if mode == "InteractiveMode" and not job_id:
-            self._set(key, jobDeploymentStatus="Waiting", dashboardURL=head)
-            return
-        try:
-            if mode == "K8sJobMode":
-                self._submitter(job, cluster, job_id)
-            elif mode != "InteractiveMode" and await self.jobs.info(cluster, job_id) is None:
-                await self.jobs.submit(job, cluster, job_id)
-        except Unreachable as error:
-            event(self.store, job, "Warning", "FailedToSubmit", str(error), "rayjob-controller")
-            return
-        self._service(job, cluster)
-        self._set(key, jobDeploymentStatus="Running", dashboardURL=head)
+        if mode == "K8sJobMode":
+            self._submitter(job, cluster, job["status"]["jobId"])
+        phase = "Waiting" if mode == "InteractiveMode" else "Running"
+        self._set(key, jobDeploymentStatus=phase, dashboardURL=head)
 
     async def _waiting(self, key: Key, job: Object) -> None:
-        if self._asked_to_suspend(key, job) or self._late(key, job):
+        if self._late(key, job):
             return
         job_id, cluster = job["spec"].get("jobId"), self._cluster(job)
         if job_id and cluster is not None:
             if not self.world.options.ray:
                 self.jobs.begin(job, job_id)
-            self._service(job, cluster)
             self._set(key, jobDeploymentStatus="Running", jobId=job_id)
 
     async def _running(self, key: Key, job: Object) -> None:
@@ -166,10 +154,21 @@ class RayJobs:
         cluster = self._cluster(job)
         if cluster is None:
             return
+        self._service(job, cluster)
         self._set(key, rayClusterStatus=deepcopy(cluster.get("status", {})))
-        submitter = self._submitter_failed(job)
+        mode, job_id = job["spec"].get("submissionMode", "K8sJobMode"), job["status"]["jobId"]
+        ended = self._submitter_ended(job) if mode == "K8sJobMode" else "Complete"
+        if ended == "Failed":
+            again = job["status"].get("jobStatus") == "FAILED"
+            reason, told = (
+                ("AppFailed", job["status"].get("message", "")) if again else ("SubmissionFailed", "")
+            )
+            self._fail(key, job, reason, told or "Job submission has failed: its Kubernetes Job has given up")
+            return
         try:
-            info = await self.jobs.info(cluster, job["status"]["jobId"])
+            info = await self.jobs.info(cluster, job_id)
+            if info is None and mode in ("HTTPMode", "SidecarMode"):
+                await self.jobs.submit(job, cluster, job_id)
         except Unreachable as error:
             if self._age(job, "check") > 300:
                 why = f"the job's status could not be checked for 300 s: {error}"
@@ -181,8 +180,6 @@ class RayJobs:
         if job["status"].get("jobStatusCheckFailureStartTime"):
             self._set(key, jobStatusCheckFailureStartTime=None)
         if info is None:
-            if submitter:
-                self._fail(key, job, "SubmissionFailed", submitter)
             return
         times = {"startTime": _time(info.get("start_time")), "endTime": _time(info.get("end_time"))}
         found = {
@@ -190,7 +187,7 @@ class RayJobs:
             "message": info.get("message") or "",
             "rayJobInfo": {name: value for name, value in times.items() if value},
         }
-        if info["status"] not in _OVER:
+        if info["status"] not in _OVER or not ended:  # the submitter still follows the log
             self._set(key, **found)
         elif info["status"] == "FAILED":
             message = found.pop("message")
@@ -200,16 +197,10 @@ class RayJobs:
             self._set(key, **found, jobDeploymentStatus="Complete", endTime=now(), succeeded=done)
 
     async def _suspending(self, key: Key, job: Object) -> None:
-        cluster = self._cluster(job)
-        if cluster is not None and _live(cluster):
-            await self._stop(job)
-            self._drop_cluster(job)
+        self._drop_cluster(job)
         self._drop_submitter(job)
-        if cluster is None:
-            cleared = dict.fromkeys(
-                ("rayClusterName", "rayClusterStatus", "jobId", "dashboardURL", "message", "reason")
-            )
-            self._set(key, jobDeploymentStatus="Suspended", jobStatus="", **cleared)
+        if self._cluster(job) is None:
+            self._set(key, jobDeploymentStatus="Suspended", jobStatus="", **_CLEARED)
 
     async def _suspended(self, key: Key, job: Object) -> None:
         if not job["spec"].get("suspend"):
@@ -219,16 +210,20 @@ class RayJobs:
         self._drop_submitter(job)
         self._drop_cluster(job)
         if self._cluster(job) is None:
-            self._set(
-                key, jobDeploymentStatus="", jobStatus="", jobId=None, rayClusterName=None, rayJobInfo=None
-            )
+            self._set(key, jobDeploymentStatus="", jobStatus="", **_CLEARED)
 
     async def _over(self, key: Key, job: Object) -> None:
         spec, status = job["spec"], job["status"]
-        age = self._age(job, "over")
-        if spec.get("shutdownAfterJobFinishes") and age >= spec.get("ttlSecondsAfterFinished", 0):
+        age, ttl = self._age(job, "over"), spec.get("ttlSecondsAfterFinished", 0)
+        strategy = spec.get("deletionStrategy") or {}
+        if spec.get("clusterSelector"):
+            return
+        if spec.get("shutdownAfterJobFinishes") and not strategy and age >= ttl:
             self._drop_cluster(job)
-        for rule in (spec.get("deletionStrategy") or {}).get("deletionRules") or []:
+        legacy = {"SUCCEEDED": "onSuccess", "FAILED": "onFailure"}.get(status.get("jobStatus", ""), "")
+        if legacy in strategy and age >= ttl:
+            self._delete_by(strategy[legacy]["policy"], key, job)
+        for rule in strategy.get("deletionRules") or []:
             when = rule["condition"]
             hit = when.get("jobStatus") == status.get("jobStatus") if "jobStatus" in when else False
             hit = hit or when.get("jobDeploymentStatus") == status["jobDeploymentStatus"]
@@ -254,7 +249,7 @@ class RayJobs:
     async def _deleted(self, key: Key, job: Object) -> None:
         if FINALIZER not in (job["metadata"].get("finalizers") or []):
             return
-        if job.get("status", {}).get("jobStatus") not in ("", None, *_OVER):
+        if job.get("status", {}).get("jobStatus") not in _OVER:
             await self._stop(job)
         if key in self.store.objects:
             self.store.edit(key, lambda new: new["metadata"]["finalizers"].remove(FINALIZER))
@@ -293,6 +288,7 @@ class RayJobs:
             **(meta.get("labels") or {}),
             "ray.io/originated-from-cr-name": meta["name"],
             "ray.io/originated-from-crd": "RayJob",
+            "ray.io/job-submission-mode": job["spec"].get("submissionMode", "K8sJobMode"),
         }
         body = {
             "apiVersion": "ray.io/v1",
@@ -356,10 +352,11 @@ class RayJobs:
             self.jobs.begin(job, job_id)
         self.store.create(_BATCH, meta["namespace"], self.world.admit(_BATCH, body), "kuberay-operator")
 
-    def _submitter_failed(self, job: Object) -> str:
+    def _submitter_ended(self, job: Object) -> str:
+        """Return how the submitter's Job has ended, Complete or Failed; empty when it has not."""
         batch = self.store.find(_BATCH, job["metadata"]["namespace"], job["metadata"]["name"])
         conditions = (batch or {}).get("status", {}).get("conditions") or []
-        return next((each["message"] for each in conditions if each["type"] == "Failed"), "")
+        return next((each["type"] for each in conditions), "")
 
     def _drop_submitter(self, job: Object) -> None:
         key = (_BATCH, job["metadata"]["namespace"], job["metadata"]["name"])
