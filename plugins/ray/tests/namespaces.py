@@ -47,8 +47,10 @@ def namespaced_cluster(
     directory: Path, *, workers: int = 2, environment: Mapping[str, str] | None = None
 ) -> Iterator[NamespacedCluster]:
     """Give a head without CPUs, and workers of 4 CPUs with the resource worker_node; in about 40 s."""
-    if os.geteuid() != 0 or not all(shutil.which(each) for each in ("ip", "unshare", "mount")):
-        pytest.skip("needs root, and iproute2 and util-linux: apt-get install iproute2 util-linux")
+    if os.geteuid() != 0:
+        pytest.skip("needs root: networks and processes of their own are made for each node")
+    if shutil.which("ip") is None:
+        pytest.skip("needs iproute2: apt-get install iproute2")
     name, subnet = f"rh{secrets.token_hex(3)}", f"10.203.{secrets.randbelow(254)}"
     hosts = [f"{subnet}.{number + 1}" for number in range(workers + 1)]
     processes: list[subprocess.Popen[bytes]] = []
@@ -58,7 +60,9 @@ def namespaced_cluster(
         try:
             _network(name, subnet, hosts)
         except subprocess.CalledProcessError as error:
-            pytest.skip(f"needs the right to make network namespaces: {error.stderr.decode().strip()}")
+            pytest.skip(
+                f"needs netns (the right to make network namespaces): {error.stderr.decode().strip()}"
+            )
         for number, host in enumerate(hosts):
             words = _words(number, host, hosts[0])
             log = directory / f"node-{number}.log"

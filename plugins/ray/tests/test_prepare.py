@@ -13,8 +13,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,6 +33,9 @@ from rollhook_ray.prepare import (
     sft_problem,
 )
 
+WHY = "needs pyarrow: pip install 'rollhook-ray[data]'"
+pa = pytest.importorskip("pyarrow", reason=WHY)
+pq = pytest.importorskip("pyarrow.parquet", reason=WHY)
 ROWS = [{"question": f"What is {n}+1000?", "answer": f"It is.\n#### {n + 1000:,}"} for n in range(70)]
 
 
@@ -249,6 +250,7 @@ def test_a_model_needs_a_config(tmp_path: Path, said: list[str]) -> None:
         prepare_model(str(tmp_path / "empty"), "x", tmp_path, said.append)
     with pytest.raises(UsageError, match="is neither a directory nor the id of a model"):
         prepare_model("/no/such/directory", "x", tmp_path, said.append)
+    pytest.importorskip("huggingface_hub", reason="needs huggingface-hub: pip install 'rollhook-ray[data]'")
     with pytest.raises(RollhookError, match="the model nobody/nothing could not be downloaded"):
         prepare_model("nobody/nothing", "x", tmp_path, said.append)
     assert list((tmp_path / "common/models").iterdir()) == []
@@ -298,6 +300,7 @@ class Hub(BaseHTTPRequestHandler):
 
 
 def test_a_model_is_downloaded_once(tmp_path: Path) -> None:
+    pytest.importorskip("huggingface_hub", reason="needs huggingface-hub: pip install 'rollhook-ray[data]'")
     with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         endpoint = f"http://127.0.0.1:{server.server_port}"

@@ -24,6 +24,7 @@ from namespaces import namespaced_cluster
 from rollhook.ray_jobs import RayJob, RayJobs, RayNode
 from rollhook.testing.ray_cluster import RayCluster
 
+pytest.importorskip("pyarrow", reason="needs pyarrow: pip install 'rollhook-ray[data]'")
 STUB = Path(__file__).parent / "stub_verl"
 JOBS = {"ppo-1": "codeA", "ppo-2": "codeB", "grpo-1": "codeA", "sft-1": "codeB"}
 QUESTIONS = 20

@@ -20,6 +20,7 @@ from rollhook_ray.node import precheck
 from rollhook_ray.prepare import make_tree, prepare_model, prepare_rl, prepare_sft
 from rollhook_ray.snapshot import take
 
+pytest.importorskip("pyarrow", reason="needs pyarrow: pip install 'rollhook-ray[data]'")
 HERE = Path(__file__).parent
 EXAMPLES = sorted((HERE.parent / "examples").glob("[!b]*.yaml"))
 BASE = HERE.parent / "examples/base.yaml"
