@@ -307,7 +307,7 @@ WORKLOADS: dict[str, Callable[[Story], None]] = {
 }
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("item", [*HARDENING, *WORKLOADS])
 async def test_definition_of_done(ray: Story, item: str) -> None:
     (HARDENING | WORKLOADS)[item](ray)
