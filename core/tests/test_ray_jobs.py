@@ -19,19 +19,17 @@ from rollhook.ray_jobs import RayJob, RayJobs, RayNode, Unreachable, job_status,
 HEAD = RayNode("aa", "10.0.0.1", True, True)
 WORKER = RayNode("bb", "10.0.0.2", False, True)
 Serve = Callable[[int, str], Awaitable[RayJobs]]
+ServeApp = Callable[[list[web.RouteDef]], Awaitable[RayJobs]]
 
 
 @pytest.fixture
-async def serve() -> AsyncIterator[Serve]:
-    """Give a client of a server that answers everything with one status and body."""
+async def serve_app() -> AsyncIterator[ServeApp]:
+    """Give a client of a server with some routes."""
     runners = []
 
-    async def start(status: int, body: str) -> RayJobs:
-        async def answer(request: web.Request) -> web.Response:
-            return web.Response(status=status, text=body)
-
+    async def start(routes: list[web.RouteDef]) -> RayJobs:
         app = web.Application()
-        app.router.add_route("*", "/{path:.*}", answer)
+        app.add_routes(routes)
         runner = web.AppRunner(app)
         await runner.setup()
         runners.append(runner)
@@ -41,6 +39,19 @@ async def serve() -> AsyncIterator[Serve]:
     yield start
     for runner in runners:
         await runner.cleanup()
+
+
+@pytest.fixture
+def serve(serve_app: ServeApp) -> Serve:
+    """Give a client of a server that answers everything with one status and body."""
+
+    async def start(status: int, body: str) -> RayJobs:
+        async def answer(request: web.Request) -> web.Response:
+            return web.Response(status=status, text=body)
+
+        return await serve_app([web.route("*", "/{path:.*}", answer)])
+
+    return start
 
 
 @pytest.mark.parametrize(
@@ -68,6 +79,26 @@ async def test_what_a_dashboard_refuses_is_one_sentence_with_the_way_out(
     assert said in str(error.value)
     assert "\n" not in str(error.value)
     assert client.address in str(error.value)
+
+
+async def test_a_submission_whose_answer_is_lost_is_found_and_not_sent_again(serve_app: ServeApp) -> None:
+    had: list[dict[str, Any]] = []
+
+    async def submit(request: web.Request) -> web.Response:
+        had.append(await request.json())
+        assert request.transport is not None
+        request.transport.abort()
+        return web.Response()
+
+    async def job(request: web.Request) -> web.Response:
+        return web.json_response({"status": "PENDING", **had[0]})
+
+    client = await serve_app([web.post("/api/jobs/", submit), web.get("/api/jobs/{id}", job)])
+    request = {"submission_id": "demo-a1", "entrypoint": "true", "metadata": {"rollhook_run_id": "demo"}}
+    assert await client.submit_once(request, seconds=5) == "demo-a1"
+    assert len(had) == 1
+    with pytest.raises(Unreachable):  # somebody else's job of that id
+        await client.submit_once(request | {"metadata": {"rollhook_run_id": "other"}}, seconds=0)
 
 
 async def test_an_unknown_job_is_none_and_an_absent_dashboard_is_unreachable(serve: Serve) -> None:
@@ -111,7 +142,8 @@ KILLED = "Job supervisor actor died: ...\nThe actor is dead because it was kille
         (RayJob("a", "STOPPED", node_id="bb"), {}, "stopped", None),
         (RayJob("a", "STOPPED", node_id="bb"), {"recorded": 0}, "stopped", 0),
         (RayJob("a", "FAILED", KILLED, "JOB_SUPERVISOR_ACTOR_DIED"), {}, "stopped", None),
-        (RayJob("a", "FAILED", KILLED, "JOB_SUPERVISOR_ACTOR_DIED", node_id="bb"), {}, "failed", None),
+        (RayJob("a", "FAILED", KILLED, "JOB_SUPERVISOR_ACTOR_DIED", node_id="bb"), {}, "stopped", None),
+        (RayJob("a", "FAILED", "x", "JOB_SUPERVISOR_ACTOR_DIED", node_id="bb"), {}, "failed", None),
         (RayJob("a", "FAILED", "x", "JOB_SUPERVISOR_ACTOR_DIED"), {"recorded": 0}, "succeeded", 0),
         (RayJob("a", "FAILED", "x", "RUNTIME_ENV_SETUP_FAILURE"), {}, "failed", None),
     ],

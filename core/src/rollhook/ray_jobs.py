@@ -123,6 +123,26 @@ class RayJobs:
         """Submit a job (the fields of Ray's JobSubmitRequest) and return its submission id."""
         return str(await self._json("POST", "/api/jobs/", json=dict(request), field=("submission_id",)))
 
+    async def submit_once(self, request: Mapping[str, Any], *, seconds: float = 20.0) -> str:
+        """Submit a job with an id of its own, also where the answer is lost: then it is asked for.
+
+        Raises LauncherError when Ray does not have it after all.
+        """
+        try:
+            return await self.submit(request)
+        except Unreachable:
+            deadline = time.monotonic() + seconds
+            while True:
+                try:
+                    job = await self.job(request["submission_id"])
+                except Unreachable:
+                    job = None
+                if job is not None and job.raw.get("metadata") == request.get("metadata"):
+                    return job.id
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(_POLL_SECONDS)
+
     async def job(self, job_id: str) -> RayJob | None:
         """Return a job, None if Ray does not know it."""
         row = await self._json("GET", f"/api/jobs/{quote(job_id, safe='')}", missing=None)
@@ -331,8 +351,9 @@ def _without_exit_code(job: RayJob, raw: Mapping[str, Any]) -> JobStatus:
         return JobStatus("succeeded", "", 0, raw)
     if job.status == "STOPPED":
         return JobStatus("stopped", "it was stopped, and killed before it recorded an exit code", raw=raw)
-    if job.node_id is None and "ray.kill" in job.message:
-        return JobStatus("stopped", "it was stopped before it had started", raw=raw)
+    if "ray.kill" in job.message:  # by ourselves: nothing else knows the actor's name
+        when = "it had started" if job.node_id is None else "it recorded an exit code"
+        return JobStatus("stopped", f"it was stopped before {when}", raw=raw)
     died = "the process of Ray that ran its script died (with its node, or for want of memory): "
     why = died if job.error_type == "JOB_SUPERVISOR_ACTOR_DIED" else f"{job.error_type or 'failed'}: "
     return JobStatus("failed", why + _first_line(job.message), raw=raw)

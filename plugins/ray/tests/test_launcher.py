@@ -220,6 +220,8 @@ async def test_an_upload_that_ray_would_refuse_is_a_problem_with_the_largest_fil
     assert "the largest files are weights.bin (0.1 MiB), small.py (0.0 MiB)" in problem
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_cluster_with_a_token_a_killed_worker_and_a_killed_dashboard(tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("0123456789abcdef" * 4)
@@ -240,6 +242,16 @@ async def _through_its_losses(cluster: RayCluster, tmp_path: Path, token: str) -
     assert "`token`" in problem
     (problem,) = await make(tmp_path, cluster.dashboard, token="file:/none").preflight(plan)
     assert "the secret file /none cannot be read" in problem
+
+    orphaned = site.job(FOREVER)
+    handle = await site.submit(orphaned)
+    await site.until_said(orphaned, "ready")
+    (supervisor,) = named(cluster.workers[0].process.pid, b"JobSupervisor")
+    os.kill(supervisor, signal.SIGKILL)
+    assert (await site.watch(handle)).state == "failed"
+    said = await launcher.cleanup(handle)
+    assert "what it may have left on" in said[0]
+    assert not [path for path in Path("/proc").glob("[0-9]*/environ") if in_file(orphaned.directory, path)]
 
     lost = site.job(FOREVER)
     handle = await site.submit(lost)
@@ -269,10 +281,19 @@ async def cluster_view() -> str:
 
 
 def kill_dashboard(cluster: RayCluster) -> None:
-    for pid in processes_below(cluster.head.process.pid):
-        with contextlib.suppress(OSError):
-            if b"dashboard/dashboard.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                os.kill(pid, signal.SIGKILL)
+    for pid in named(cluster.head.process.pid, b"dashboard/dashboard.py"):
+        os.kill(pid, signal.SIGKILL)
+
+
+def named(root: int, word: bytes) -> list[int]:
+    return [pid for pid in processes_below(root) if in_file(word, Path(f"/proc/{pid}/cmdline"))]
+
+
+def in_file(word: bytes | str, path: Path) -> bool:
+    try:
+        return (word if isinstance(word, bytes) else word.encode()) in path.read_bytes()
+    except OSError:  # it has ended
+        return False
 
 
 class Proxy:

@@ -71,7 +71,7 @@ class RayLauncher(RayClusters, Launcher):
         if packed is not None:
             uri = await client.upload(*packed)
             body["runtime_env"] = body["runtime_env"] | {"working_dir": uri}
-        job_id = await client.submit(body)
+        job_id = await client.submit_once(body)
         handle = Handle("ray", job_id, plan.job.directory, {"address": self.config.address})
         demand = jobs.demand(self.config, plan.job)
         if not self.config.driver_on_head and jobs.may_land_on_head(demand, await client.nodes()):
@@ -127,10 +127,11 @@ class RayLauncher(RayClusters, Launcher):
         if job is None:
             return f"Ray does not know job {job_id}, so there is nothing to stop"
         if job.ended:
-            return f"job {job_id} had ended already ({job.status.lower()})"
+            left = await self._kill_left(client, job, handle) if force else ""
+            return f"job {job_id} had ended already ({job.status.lower()}){left}"
         await client.stop(job_id)
         if job.status == "PENDING":
-            return await self._cancel(client, job_id)
+            return await self._cancel(client, handle)
         if not force:
             return f"job {job_id} was asked to stop; it has {self.config.stop_grace_seconds:g} s for that"
         node = job.node(await client.nodes())
@@ -147,6 +148,8 @@ class RayLauncher(RayClusters, Launcher):
         """Delete the ended job, and small jobs that looked at it or ended it, from Ray's memory."""
         client, removed = self._client(), []
         for job in await client.jobs():
+            if job.id == handle.job_id and (left := await self._kill_left(client, job, handle)):
+                removed.append(f"job {job.id} had ended{left}")
             if job.ended and (job.id == handle.job_id or jobs.is_small_job_of(handle.job_id, job.id)):
                 await client.delete(job.id)
                 removed.append(f"job {job.id} was deleted from Ray at {client.address}")
@@ -216,10 +219,21 @@ class RayLauncher(RayClusters, Launcher):
             "`entrypoint_resources` something that only worker nodes have"
         )
 
-    async def _cancel(self, client: RayJobs, job_id: str) -> str:
+    async def _kill_left(self, client: RayJobs, job: RayJob, handle: Handle) -> str:
+        """Kill what a job left whose supervisor died: Ray ends its script then, but not what that started."""
+        node = job.node(await client.nodes()) if job.error_type == "JOB_SUPERVISOR_ACTOR_DIED" else None
+        if node is None or not node.alive:
+            return ""
+        await self._small(client, jobs.killing(job.id, handle.directory, node.ip))
+        return f"; what it may have left on {node.ip} was killed"
+
+    async def _cancel(self, client: RayJobs, handle: Handle) -> str:
         """End a job that waits: Ray's own stop reaches it only when it has started."""
+        job_id = handle.job_id
         done = await self._small(client, jobs.cancelling(job_id, self.config.setup))
         job = await client.wait(job_id, _ENDED_SECONDS if done else 0)
+        if job is not None and job.ended and job.node_id is not None:  # it started just then
+            return f"job {job_id} was stopped{await self._kill_left(client, job, handle)}"
         if job is None or job.ended:
             return f"job {job_id} had not started yet, and will not"
         return (
