@@ -66,3 +66,19 @@ def faults(manifest: dict[str, Any]) -> list[Any]:
     unknown = schema.prune(value, root)
     schema.default(value, root)
     return [*unknown, *schema.check(value, root)]
+
+
+#: the spec of a Deployment of two containers
+DEPLOYMENT: dict[str, Any] = {
+    "replicas": 2,
+    "selector": {"matchLabels": {"app": "sandbox"}},
+    "template": {
+        "metadata": {"labels": {"app": "sandbox", "team": "pods"}},
+        "spec": {
+            "containers": [
+                {"name": "a", "ports": [{"containerPort": 8080, "name": "http"}, {"containerPort": 9090}]},
+                {"name": "b", "image": "other:1", "ports": [{"containerPort": 7070}]},
+            ]
+        },
+    },
+}

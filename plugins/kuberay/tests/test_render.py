@@ -10,7 +10,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from kuberay_site import faults, job, keys, launcher, spec
+from kuberay_site import DEPLOYMENT, faults, job, keys, launcher, spec
 
 from rollhook.errors import LauncherError
 from rollhook_kuberay.render import Renderer, sanitise, spec_hash, with_hash
@@ -281,21 +281,6 @@ def test_mounts_of_one_claim_are_one_volume() -> None:
         code = template["spec"]["containers"][0]["volumeMounts"][1]
         assert (code["mountPath"], code["subPath"], code["readOnly"]) == ("/opt/code", "tester/code", True)
     assert faults(made) == []
-
-
-DEPLOYMENT = {
-    "replicas": 2,
-    "selector": {"matchLabels": {"app": "sandbox"}},
-    "template": {
-        "metadata": {"labels": {"app": "sandbox", "team": "pods"}},
-        "spec": {
-            "containers": [
-                {"name": "a", "ports": [{"containerPort": 8080, "name": "http"}, {"containerPort": 9090}]},
-                {"name": "b", "image": "other:1", "ports": [{"containerPort": 7070}]},
-            ]
-        },
-    },
-}
 
 
 def test_a_deployment_and_the_service_of_its_ports() -> None:

@@ -260,6 +260,8 @@ class Kubernetes:
             running.add(task)
             try:
                 await self._carry(await pod(), port, reader, writer)
+            except asyncio.CancelledError:
+                pass  # by us, at the end of the forward: asyncio would print it
             except Exception as error:  # noqa: BLE001 - the client sees its connection end
                 logger.warning("port-forward to port %d: %s", port, _failed("forward", error))
             finally:
