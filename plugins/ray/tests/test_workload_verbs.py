@@ -96,6 +96,13 @@ def test_every_example_is_planned(cli: Cli, example: Path) -> None:
     assert cli(*arguments)[0] == out
 
 
+def test_the_plan_in_the_docs_is_that_of_the_example(cli: Cli, tmp_path: Path) -> None:
+    page = (HERE.parents[2] / "docs/how-to/verl-workloads.md").read_text()
+    example = HERE.parent / "examples/ppo.yaml"
+    cli("workload", "plan", example, "--base", BASE, "--id", "ppo-1", "-o", tmp_path)
+    assert f"```bash\n{(tmp_path / 'attempts/1/job/entry.sh').read_text()}```" in page
+
+
 def test_a_plan_can_be_read_and_written(cli: Cli, tmp_path: Path) -> None:
     out, _ = cli("workload", "plan", EXAMPLES[0], "--base", BASE, "--id", "demo-1")
     for part in (
