@@ -106,7 +106,8 @@ class Api:
         self.opener = urllib.request.build_opener(*handlers)
 
     def __call__(self, method: str, path: str, body: Any = None, media: str = "application/json") -> Any:
-        root = "/apis/ray.io/v1" if path.startswith("ray") else "/api/v1"
+        roots = {"ray": "/apis/ray.io/v1", "dep": "/apis/apps/v1"}
+        root = roots.get(path[:3], "/api/v1")
         url = f"{self.double.url}{root}/namespaces/{self.space}/{path}"
         request = urllib.request.Request(url, method=method)
         request.add_header("Authorization", f"Bearer {self.double.key}")
@@ -342,6 +343,60 @@ def test_ready_stays_though_the_pods_die(api: Api, double: Cluster, space: str) 
     assert (status["state"], conditions["HeadPodReady"]) == ("ready", "False")
     api("DELETE", "rayclusters/c")
     api.wait(lambda: not double.objects("Pod", space) and not double.objects("Service", space))
+
+
+def test_a_cluster_is_suspended_scaled_and_made_anew(api: Api, double: Cluster, space: str) -> None:
+    def change(**spec: Any) -> None:
+        api("PATCH", "rayclusters/c", {"spec": spec}, "application/merge-patch+json")
+
+    def status() -> dict[str, Any]:
+        return dict(api("GET", "rayclusters/c").get("status", {}))
+
+    def names() -> set[str]:
+        return {each["metadata"]["name"] for each in double.objects("Pod", space)}
+
+    body = {"apiVersion": "ray.io/v1", "kind": "RayCluster", "metadata": {"name": "c"}}
+    spec = rayjob("x")["spec"]["rayClusterSpec"]
+    api("POST", "rayclusters", {**body, "spec": {**spec, "upgradeStrategy": {"type": "Recreate"}}})
+    api.wait(lambda: status().get("state") == "ready")
+    first = names()
+    change(suspend=True)
+    api.wait(lambda: status()["state"] == "suspended" and not names())
+    change(suspend=False)
+    api.wait(lambda: status()["state"] == "ready" and len(names()) == 3)
+    assert not first & names()
+    second = names()
+    group = api("GET", "rayclusters/c")["spec"]["workerGroupSpecs"][0]
+    change(workerGroupSpecs=[{**group, "replicas": 3}])
+    api.wait(lambda: status()["readyWorkerReplicas"] == 3)
+    assert second < names()
+    change(
+        workerGroupSpecs=[{**group, "template": {"spec": {"containers": [{"name": "ray", "image": "new"}]}}}]
+    )
+    api.wait(lambda: len(names()) == 3 and not second & names())
+
+
+def test_a_deployment_has_its_pods_replaced_by_the_newest_template(
+    api: Api, double: Cluster, space: str
+) -> None:
+    def deployment(image: str, replicas: int) -> dict[str, Any]:
+        template = {
+            "metadata": {"labels": {"a": "b"}},
+            "spec": {"containers": [{"name": "c", "image": image}]},
+        }
+        spec = {"replicas": replicas, "selector": {"matchLabels": {"a": "b"}}, "template": template}
+        return {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "d"}, "spec": spec}
+
+    def images() -> list[str]:
+        return [each["spec"]["containers"][0]["image"] for each in double.objects("Pod", space)]
+
+    api("POST", "deployments", deployment("one", 2))
+    api.wait(lambda: api("GET", "deployments/d").get("status", {}).get("readyReplicas") == 2)
+    api("PUT", "deployments/d", deployment("two", 1))
+    api.wait(lambda: images() == ["two"])
+    api.wait(lambda: api("GET", "deployments/d")["status"].get("availableReplicas") == 1)
+    api("DELETE", "deployments/d")
+    api.wait(lambda: images() == [])
 
 
 @pytest.mark.parametrize("reason", ["ImagePullBackOff", "Unschedulable"])

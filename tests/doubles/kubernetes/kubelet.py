@@ -241,7 +241,9 @@ class Kubelet:
         for kind, value in values.items():
             text = "True" if value else "False"
             if had.get(kind, {}).get("status") != text:
-                had[kind] = {"type": kind, "status": text, "lastTransitionTime": now()}
+                unready = not value and kind in ("Ready", "ContainersReady")
+                why = {"reason": "ContainersNotReady"} if unready else {}
+                had[kind] = {"type": kind, "status": text, "lastTransitionTime": now(), **why}
         return list(had.values())
 
     def _wait_for(self, run: Run, reason: str, message: str) -> None:

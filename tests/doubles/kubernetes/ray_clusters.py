@@ -51,9 +51,15 @@ class Clusters:
             return
         if spec.get("suspend"):
             self._drop(self.pods(cluster))
-            if not self.pods(cluster):
-                suspended = self._conditions(cluster, RayClusterSuspended=(True, "RayClusterSuspended"))
-                self._status(key, cluster, {"state": "suspended", "conditions": suspended})
+            gone = not self.pods(cluster)
+            values = {
+                "RayClusterSuspending": (not gone, "RayClusterSuspending"),
+                "RayClusterSuspended": (gone, "RayClusterSuspended"),
+            }
+            if gone:
+                values["RayClusterProvisioned"] = (False, "RayClusterPodsProvisioning")
+            state = {"state": "suspended"} if gone else {}
+            self._status(key, cluster, {**state, "conditions": self._conditions(cluster, **values)})
             return
         name = ray_pods.head_service_name(meta["name"])
         if self.world.store.find(_SERVICES, meta["namespace"], name) is None:
@@ -120,10 +126,6 @@ class Clusters:
         desired = sum(map(_replicas, groups))
         count = sum(map(ready, workers))
         up = head is not None and ready(head)
-        cpus = sum(
-            _replicas(group) * ray_pods.resources_of(group["template"]["spec"]["containers"][0]).get("cpu", 0)
-            for group in groups
-        )
         status: Object = {
             "desiredWorkerReplicas": desired,
             "readyWorkerReplicas": count,
@@ -132,26 +134,21 @@ class Clusters:
             ),
             "minWorkerReplicas": sum(each["minReplicas"] * each.get("numOfHosts", 1) for each in groups),
             "maxWorkerReplicas": min(sum(each["maxReplicas"] for each in groups), 2**31 - 1),
-            "desiredCPU": f"{cpus:g}",
+            **_desired(spec, groups),
             "observedGeneration": meta.get("generation", 1),
         }
         provisioned = up and count == desired
-        if provisioned or cluster.get("status", {}).get("state") == "ready":
+        if provisioned:
             status["state"] = "ready"  # and so it stays, whatever becomes of the pods
-        elif cluster.get("status", {}).get("state") == "suspended":
-            status["state"] = None
-        values = {
-            "HeadPodReady": (
-                up,
-                "HeadPodRunningAndReady" if up else "HeadPodNotFound" if head is None else "PodNotReady",
-            )
-        }
         before = {each["type"]: each["status"] for each in cluster.get("status", {}).get("conditions") or []}
         once = provisioned or before.get("RayClusterProvisioned") == "True"
-        values["RayClusterProvisioned"] = (
-            once,
-            "AllPodRunningAndReadyFirstTime" if once else "RayClusterPodsProvisioning",
-        )
+        why = "AllPodRunningAndReadyFirstTime" if once else "RayClusterPodsProvisioning"
+        values = {
+            "HeadPodReady": (up, _head_reason(head)),
+            "RayClusterProvisioned": (once, why),
+            "RayClusterSuspending": (False, "RayClusterSuspending"),
+            "RayClusterSuspended": (False, "RayClusterSuspended"),
+        }
         status["conditions"] = self._conditions(cluster, **values)
         if head is not None:
             address = head.get("status", {}).get("podIP")
@@ -183,6 +180,28 @@ class Clusters:
         have = cluster.get("status", {})
         if any(have.get(name) != value for name, value in status.items()):
             self.world.store.set_status(key, {**status, "lastUpdateTime": now()})
+
+
+def _desired(spec: Object, groups: list[Object]) -> Object:
+    totals: dict[str, float] = {}
+    for count, group in ((1, spec["headGroupSpec"]), *((_replicas(each), each) for each in groups)):
+        for name, amount in ray_pods.resources_of(group["template"]["spec"]["containers"][0]).items():
+            totals[name] = totals.get(name, 0) + count * amount
+    names = {"cpu": "desiredCPU", "memory": "desiredMemory", "gpu": "desiredGPU"}
+    return {field: str(int(-(-totals.get(name, 0) // 1))) for name, field in names.items()}
+
+
+def _head_reason(head: Object | None) -> str:
+    if head is None:
+        return "HeadPodNotFound"
+    if ready(head):
+        return "HeadPodRunningAndReady"
+    for each in head.get("status", {}).get("containerStatuses") or []:
+        for state in each["state"].values():
+            if "reason" in state:
+                return str(state["reason"])
+    known = head.get("status", {}).get("conditions") or []
+    return next((each["reason"] for each in known if "reason" in each), "Unknown")
 
 
 def _shape(spec: Object) -> Object:
