@@ -130,7 +130,7 @@ async def test_a_half_up_cluster_is_completed(site: Site, tmp_path: Path) -> Non
 
 
 async def test_a_node_that_never_joins_is_named_with_its_log(site: Site, tmp_path: Path) -> None:
-    with pytest.raises(LauncherError, match=r"(?s)lacks worker-0;.*has not joined.*Double of node worker-0"):
+    with pytest.raises(TimeoutError, match=r"(?s)lacks worker-0;.*has not joined.*Double of node worker-0"):
         await site.up(python=double_python(tmp_path, MUTE="worker-0"), timeout=4)
     assert any("waiting for worker-0" in line for line in site.said)
 
@@ -185,6 +185,15 @@ async def test_a_killed_keeper_leaves_nothing_that_down_does_not_end(site: Site)
         os.kill(pid, signal.SIGKILL)
 
 
+async def test_without_waiting_it_returns_once_all_are_started(site: Site, tmp_path: Path) -> None:
+    python = double_python(tmp_path, SLOW="worker-1")
+    assert (await site.up(wait=False, python=python)).state == "pending"
+    assert site.said[-1].startswith("worker-1: started after")
+    assert (await site.status(python=python)).state == "degraded"
+    assert (await site.up(python=python)).state == "ready"
+    await site.down(python=python)
+
+
 async def test_a_stubborn_node_is_killed(site: Site, tmp_path: Path) -> None:
     python = double_python(tmp_path, STUBBORN="worker-1")
     await site.up(python=python)
@@ -214,24 +223,22 @@ async def test_a_process_that_has_got_the_pid_is_let_be(site: Site) -> None:
         assert stranger.poll() is None
 
 
-@pytest.mark.parametrize("temp_root", ["", "/", "../.."])
-async def test_only_the_directory_of_the_clusters_own_nonce_is_removed(
-    site: Site, short: Path, temp_root: str
+@pytest.mark.parametrize("temp_root", ["", "/", "../..", "precious"])
+@pytest.mark.parametrize("nonce", ["", "..", "/../../precious", "0123456789abcdef"])
+def test_only_a_directory_of_the_clusters_own_nonce_is_removed(
+    short: Path, monkeypatch: pytest.MonkeyPatch, temp_root: str, nonce: str
 ) -> None:
-    await site.up()
-    path = Path(clusters_node.state_file("mvp", "worker-0"))
-    state = json.loads(path.read_text())
-    precious = short / "precious"
-    precious.mkdir()
-    for name in ("worker-1", "head"):
-        clusters_node.end_node(clusters_node.read_states("mvp")[name])
-    changed = state | {
-        "temp": str(precious / "x"),
-        "temp_root": str(precious / temp_root) if temp_root else "",
-    }
-    before = sorted(short.iterdir())
-    clusters_node.end_node(changed)
-    assert sorted(short.iterdir()) == before
+    monkeypatch.chdir(short)
+    (short / "precious").mkdir()
+    (short / "precious" / "file").write_text("x")
+    (short / "rh-fedcba9876").mkdir()
+    link = short / "rh-0123456789"
+    link.symlink_to(short / "precious")
+    state = {"cluster": "mvp", "node": "head", "nonce": nonce, "stop_seconds": 1.0, "temp": str(short)}
+    before = sorted(short.rglob("*"))
+    for root in (temp_root, str(short / temp_root), str(short)):
+        clusters_node.end_node(state | {"temp_root": root})
+    assert sorted(short.rglob("*")) == before
 
 
 async def test_changed_keys_are_told_and_recreate_replaces_what_differs(site: Site) -> None:

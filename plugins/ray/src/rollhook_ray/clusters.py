@@ -65,6 +65,8 @@ class RayClusters(Clusters):
         nodes = plan_nodes(keys, temp=temp)
         requests = {node.name: start_request(keys, node, _NONCE) for node in nodes}
         notes = [f"{node.name} on {called(node.host)}, address {node.address}" for node in nodes]
+        if keys.by == "local" and keys.cpus_per_worker is None:
+            notes.append("each worker gets its share of this machine's CPUs")
         how = "by ssh" if keys.by == "ssh" else "on this machine"
         notes.append(
             f"each request is answered {how} by a program that keeps the command in a session of its own"

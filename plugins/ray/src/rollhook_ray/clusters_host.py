@@ -195,7 +195,7 @@ def probe(request: dict[str, Any]) -> dict[str, Any]:
             if holder is None or holder not in ours:
                 busy.append({"port": port, "pid": holder, "command": command(holder)[:160] if holder else ""})
     return {
-        "hostname": socket.gethostname(), "python": sys.version.split()[0], "ray": ray,
+        "hostname": socket.gethostname(), "uid": os.getuid(), "python": sys.version.split()[0], "ray": ray,
         "gpus": len(glob.glob("/dev/nvidia[0-9]*")), "cpus": len(os.sched_getaffinity(0)),
         "nodes": nodes, "busy": busy, "addresses": [a for a in request["addresses"] if _is_own(a)],
         "old": find_old(cluster, request["nonce"], request["old"], table, ours) if request["old"] else None,

@@ -151,13 +151,15 @@ class Site:
                     failed[node.name] = str(error)
 
         await asyncio.gather(*(start_in_turn(nodes) for nodes in by_place.values()))
+        late: dict[str, str] = {}
         if wait:
             missing = await self.missing(max(1.0, deadline - time.monotonic()), without=failed)
-            for name in missing:
-                failed.setdefault(name, await self._why_missing(name))
-        if failed:
+            late = {name: await self._why_missing(name) for name in missing}
+        if failed or late:
+            kind = LauncherError if failed else TimeoutError
+            failed |= late
             up = [node.name for node in self.nodes if node.name not in failed]
-            raise LauncherError(
+            raise kind(
                 f"cluster {self.keys.name} lacks {', '.join(failed)}; {', '.join(up)} "
                 f"{'is' if len(up) == 1 else 'are'} up and kept: `rollhook cluster up` again completes it, "
                 "`rollhook cluster down` ends it\n" + "\n".join(failed.values())
@@ -177,7 +179,8 @@ class Site:
             result = (await self._told("waiting for", {node.name: work}))[0]
         except HostError as error:
             raise LauncherError(f"{node.name} on {called(node.host)}: {error}") from error
-        self.say(f"{node.name}: up after {time.monotonic() - began:.1f} s (process {result['pid']})")
+        how = "up" if wait else "started"
+        self.say(f"{node.name}: {how} after {time.monotonic() - began:.1f} s (process {result['pid']})")
 
     async def missing(self, seconds: float, *, without: Mapping[str, str] | None = None) -> list[str]:
         """Return the nodes that have not joined the head within a time."""
@@ -220,8 +223,9 @@ class Site:
         for heads in (False, True):
             places: dict[tuple[str, ...], list[str]] = {}
             for host, seen in self.seen.items():
-                places.setdefault((*place(seen), seen["hostname"]), []).append(host)
-            # hosts that are one machine see the same nodes: one of them is asked
+                # hosts that are one machine see the same nodes: one of them is asked
+                view = (*place(seen), *sorted(seen["nodes"]), str(seen["uid"]))
+                places.setdefault(view, []).append(host)
             work = {called(hosts[0]): end(hosts[0], heads) for hosts in places.values()}
             for each in await self._told("ending nodes on", work):
                 done += each
