@@ -69,12 +69,15 @@ class Kubernetes:
     @classmethod
     async def open(cls, keys: KubeRayLauncherConfig) -> Kubernetes:
         """Log in. Raises KubeError where there is no way to, or the server does not answer."""
-        seconds = keys.request_seconds
+        seconds, api = keys.request_seconds, None
         try:
             kr8s = await asyncio.to_thread(_kr8s)
+            api = kr8s.Api(kubeconfig=keys.kubeconfig, context=keys.context, bypass_factory=True)
             async with asyncio.timeout(seconds):
-                api = await kr8s.api(kubeconfig=keys.kubeconfig, context=keys.context)
+                await api
         except Exception as error:
+            if api is not None and api._session is not None:  # its own factory would have lost it
+                await api._session.aclose()
             raise _failed("log in to Kubernetes", error) from error
         api.timeout = seconds
         return cls(api, keys.namespace or _own_namespace() or api.auth.namespace, seconds)
@@ -358,8 +361,7 @@ class Kubernetes:
                 async with self._api.call_api(
                     method, version=version, namespace=namespace, url=url, timeout=self._seconds, **asked
                 ) as response:
-                    found: Object = response.json()
-                    return found
+                    return _shown(response.json())
             except Exception as error:
                 failed = _failed(what, error)
                 failed.retried = attempt > 0
@@ -367,6 +369,14 @@ class Kubernetes:
                     raise failed from error
             await asyncio.sleep(0.5 * 2**attempt)
         raise AssertionError
+
+
+def _shown(found: Object) -> Object:
+    """Drop values of Secrets, which an answer to a change has, and one of an old server."""
+    for each in (found, *(found.get("items") or [])):
+        if each.get("kind") == "Secret" or found.get("kind") == "SecretList":
+            each.pop("data", None)
+    return found
 
 
 _VERBS = {"GET": "read", "POST": "create", "PATCH": "change", "DELETE": "delete"}
