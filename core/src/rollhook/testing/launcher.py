@@ -181,6 +181,7 @@ class LauncherContract(LauncherPlanContract):
         assert (status.state, status.exit_code) == ("succeeded", 0), (status, text)
         lines = text.splitlines()
         digest = hashlib.sha256(SENTINEL.encode()).hexdigest()
+        followed = b"".join(log).decode().splitlines()
         for line in (
             "delivered",
             'greeting it\'s "$HOME" setup yes',
@@ -189,8 +190,8 @@ class LauncherContract(LauncherPlanContract):
             *(f"{name} {digest}  -" for name in names),
         ):
             assert line in lines, (line, text)
+            assert line in followed, (line, followed)
         assert [line for line in lines if line.startswith("line ")] == [f"line {i}" for i in range(1, 501)]
-        followed = b"".join(log).decode().splitlines()
         assert [line for line in followed if line.startswith("line ")] == [f"line {i}" for i in range(1, 501)]
         if site.gives_ray:
             address = next(line for line in lines if line.startswith("ray ")).split()[1]
