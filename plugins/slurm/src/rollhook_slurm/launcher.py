@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shlex
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -168,15 +169,14 @@ class SlurmLauncher(Launcher):
             return "Ray is not up\n"
         bare = Job("none", 1, handle.directory, "")
         keys = self.config.container
-        inside = container_arguments(bare, keys.model_copy(update={"pull": False}) if keys else None)[1]
-        environ = f"--export=ALL,ROLLHOOK_JOB_DIR={newest},ROLLHOOK_SLURM_JOB={job}"
-        node = f"{handle.directory}/{FOLDER}/{NODE}"
+        unpacked = container_arguments(bare, keys.model_copy(update={"pull": False}) if keys else None)[1]
+        inside = shlex.split(" ".join(unpacked))
         head = fields.get("BatchHost", "")
         return await _say(
-            ["srun", f"--jobid={job}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={head}", environ]
-            + [each.strip("'") for each in inside]
-            + ["bash", node, "status"]
-        )  # fmt: skip
+            ["srun", f"--jobid={job}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={head}", *inside]
+            + ["env", f"ROLLHOOK_JOB_DIR={newest}", f"ROLLHOOK_SLURM_JOB={job}"]
+            + ["bash", f"{handle.directory}/{FOLDER}/{NODE}", "status"]
+        )
 
 
 def _status(handle: Handle, fields: Mapping[str, str] | None) -> JobStatus:  # noqa: PLR0911 - a table of cases

@@ -195,6 +195,7 @@ class Node:
             while ray.poll() is None and time.monotonic() < limit and not self.told():
                 if reachable(ip, port):
                     self.write("head.json", json.dumps({"node": self.name, "address": ip, "port": port}))
+                    self.write("address", f"{ip}:{port}\n")
                     self.phase(f"head listens on {ip}:{port}")
                     return ray, f"{ip}:{port}"
                 time.sleep(POLL)
