@@ -15,6 +15,7 @@ from pathlib import Path
 import orjson
 import pytest
 from killing import wait_until_gone
+from namespaces import namespaced_cluster
 from surviving import assert_survived
 
 from rollhook import cluster as ray_of_ours
@@ -247,3 +248,55 @@ def test_a_run_across_nodes_survives_its_drivers_and_a_node(tmp_path, cluster, r
         "figure", f"{STEPS} steps in 3 attempts on a cluster, {time.monotonic() - began:.0f} s; "
         f"all processes gone {gone:.1f} s after kill -9 of the driver"
     )  # fmt: skip
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_a_submitted_run_across_machines_goes_on_after_its_driver_was_killed(tmp_path, record_property):
+    """By the launcher, on nodes with networks and processes of their own: addresses are what they seem."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    homes = {name: str(tmp_path / name.lower()) for name in ("XDG_CACHE_HOME", "XDG_STATE_HOME")}
+    environ = os.environ | homes
+    rollhook = [sys.executable, "-m", "rollhook.cli.main", "run"]
+    run = RunDir(tmp_path / "runs/ns")
+    began = time.monotonic()
+    with namespaced_cluster(tmp_path, environment={"PATH": path}) as nodes:
+        launcher = f"launcher={{use: ray, address: '{nodes.dashboard}'}}"
+        words = ["quickstart", *SMALL, launcher, f"storage.root={run.path.parent}", "--run-id", "ns"]
+        watching = subprocess.Popen(
+            [*rollhook, *words], cwd=tmp_path, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True,
+        )  # fmt: skip
+        marker = run.path / "attempts/1/journal.jsonl"
+        while not (marker.exists() and any(e.event == "step_committed" for e in journal.read(marker))):
+            assert watching.poll() is None, watching.stdout.read()[-4000:]
+            time.sleep(0.1)
+        live = run.path / "attempts/1/live.json"
+        while len(engines := orjson.loads(live.read_bytes())["engines"]) < 2:
+            time.sleep(0.1)
+        assert {each["url"].split("/")[2].split(":")[0] for each in engines} == set(nodes.workers)
+        assert run.newest_attempt().owner["pid_namespace"] != os.readlink("/proc/self/ns/pid")
+        (driver,) = [pid for pid, words in commands() if "drive" in words and str(run.path) in words]
+        os.kill(driver, signal.SIGKILL)
+        output, _ = watching.communicate(timeout=200)
+        assert watching.returncode == 1, output[-4000:]
+        assert wait_until_gone(run.path) == []
+        done = subprocess.run(
+            [*rollhook, "--resume", "ns"], cwd=tmp_path, env=environ, capture_output=True, text=True,
+            timeout=400, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+        assert_survived(run, STEPS)
+        assert wait_until_gone(run.path) == []
+    record_property("figure", f"{STEPS} steps in 2 jobs across namespaces, {time.monotonic() - began:.0f} s")
+
+
+def commands():
+    """Yield the processes of this machine that are Python programs, with their words."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            continue
+        if "python" in words[0]:
+            yield int(path.parent.name), words
