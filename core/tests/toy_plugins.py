@@ -10,7 +10,8 @@ from rollhook.engine.base import Engine
 from rollhook.engine.messages import MessageEngine, RequestLimits
 from rollhook.environment import Environment, Task
 from rollhook.errors import UsageError
-from rollhook.launcher import JobKeys, Launcher, Plan
+from rollhook.job_script import script_files
+from rollhook.launcher import Handle, JobKeys, JobStatus, Launcher, Plan
 from rollhook.pack import Pack
 from rollhook.recipe.problem import Problem
 from rollhook.recipe.schema import Use
@@ -156,15 +157,38 @@ class Here(Launcher):
     in_process = True
 
     def plan(self, job):
-        return Plan("here", job)
+        return Plan("here", job, files=script_files(job))
 
 
 class Afar(Here):
     in_process = False
 
+    #: job id -> how it stands; what the site lacks; plans that were submitted
+    states = {}
+    lacking = []
+    plans = []
+
     @property
     def shares_files(self):
         return False
+
+    async def preflight(self, plan):
+        return self.lacking
+
+    async def submit(self, plan):
+        self.plans.append(plan)
+        self.states[plan.job.id] = "running"
+        return Handle("afar", plan.job.id, plan.job.directory)
+
+    async def status(self, handle):
+        return JobStatus(self.states[handle.job_id])
+
+    async def logs(self, handle, *, follow=False):
+        yield b"from afar\n"
+
+    async def stop(self, handle, *, force=False):
+        self.states[handle.job_id] = "stopped"
+        return "It was stopped."
 
 
 class Log(Tracker):

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from rollhook.cli.recipe import Json
+from rollhook.terminal import one_line
 
 
 def debug(
@@ -31,8 +32,8 @@ def debug(
     from rollhook.runtime.debug_bundle import collect_now, write_bundle
 
     found = RunDir.find(run)
-    if ask:
-        asyncio.run(collect_now(found))
+    if ask and (trouble := asyncio.run(collect_now(found))):
+        typer.echo(one_line(trouble), err=True)
     target = output if output is not None else Path(f"{found.run_id}-debug.tar.gz")
     names = write_bundle(found, target)
     if json:

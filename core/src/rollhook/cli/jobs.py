@@ -107,6 +107,8 @@ def logs(
     if role not in (None, "driver"):
         if follow or timeout is not None:
             raise UsageError("--follow and --timeout are for the driver's log; leave out --role")
+        if not launcher.shares_files:
+            raise UsageError(f"launcher {record.launcher} runs where only the driver's log is seen from here")
         _print_role(record, str(role))
         return
     handle = _handle(record)

@@ -32,12 +32,19 @@ _BEARER = re.compile(r"(\b(?:Bearer|Basic)\s+)[A-Za-z0-9._~+/=-]{8,}")
 _REFERENCE = re.compile(r"\b(?:env:[A-Za-z_]\w*|file:[^\s\"',]+)")
 
 
-async def collect_now(run: RunDir) -> None:
-    """Collect once more what the scheduler says of the run's newest job; nothing for a run without one."""
+async def collect_now(run: RunDir) -> str:
+    """Collect once more what the scheduler says of the run's newest job; nothing for a run without one.
+
+    Returns why it could not be asked, if so.
+    """
     for record in records(run)[-1:]:
         if record.handle is not None:
-            launcher = build_launcher(record, Path(tempfile.gettempdir()))
+            try:
+                launcher = build_launcher(record, Path(tempfile.gettempdir()))
+            except RollhookError as error:
+                return f"launcher {record.launcher} cannot be asked: {error}"
             await collect(launcher, record.handle, attempt_directory(run, record.attempt), "asked")
+    return ""
 
 
 def write_bundle(run: RunDir, target: Path) -> list[str]:

@@ -44,12 +44,12 @@ class Record:
     schema: int = field(default=SCHEMA_VERSION)
 
     @classmethod
-    def of(cls, plan: Plan, keys: Mapping[str, Any]) -> Self:
-        """Return the record of a plan that is about to be submitted from here."""
+    def of(cls, plan: Plan, keys: Mapping[str, Any], launcher: str = "") -> Self:
+        """Return the record of a plan that is about to be submitted from here, by the launcher of a name."""
         job = plan.job
         digest = digest_of(plan.to_data())
         who = {"user": _user(), "host": socket.gethostname(), "submitted_at": time.time()}
-        return cls(job.run_id, job.attempt, job.id, plan.launcher, dict(keys), digest, **who)  # type: ignore[arg-type]
+        return cls(job.run_id, job.attempt, job.id, launcher or plan.launcher, dict(keys), digest, **who)  # type: ignore[arg-type]
 
     def write(self, run: RunDir) -> Self:
         """Write it, durably, and return it. Raises RunError when the disk is full or not writable."""

@@ -51,13 +51,14 @@ async def submit_job(
 
 
 async def submit_plan(
-    launcher: Launcher, plan: Plan, *, run: RunDir, keys: Mapping[str, Any] | None = None
+    launcher: Launcher, plan: Plan, *, run: RunDir, keys: Mapping[str, Any] | None = None, name: str = ""
 ) -> Handle:
     """Write the record, deliver the files if they are shared, submit, and collect what there is to see.
 
-    `keys` are the launcher's own, from which the verbs build it again. Whatever fails is in the record.
+    `name` and `keys` are the launcher's, from which the verbs build it again; the name is by default that in
+    the plan. Whatever fails is in the record.
     """
-    record = await asyncio.to_thread(Record.of(plan, keys or {}).write, run)
+    record = await asyncio.to_thread(Record.of(plan, keys or {}, name).write, run)
     try:
         if launcher.shares_files:
             await asyncio.to_thread(_deliver, plan)

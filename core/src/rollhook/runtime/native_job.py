@@ -175,7 +175,7 @@ async def submit_new(native: Native, run_id: str | None = None) -> Submitted:
     plan = await prepare(native.launcher, await asyncio.to_thread(native.job, run_id, 1))
     run = await asyncio.to_thread(RunDir.create, kept, native.loaded.recipe.name, run_id=run_id)
     await asyncio.to_thread(_keep, run, plan.job.files)
-    handle = await submit_plan(native.launcher, plan, run=run, keys=native.keys)
+    handle = await submit_plan(native.launcher, plan, run=run, keys=native.keys, name=native.name)
     return Submitted(run, native.launcher, handle, 1)
 
 
@@ -197,7 +197,7 @@ async def submit_resumed(run: RunDir) -> Submitted:
         job = _moved(job, native.root() / run.run_id, run.path)
     job = replace(job, files={LOCK: run.lock_path.read_text(), RECIPE: run.recipe_path.read_text()})
     plan = await prepare(native.launcher, job)
-    handle = await submit_plan(native.launcher, plan, run=run, keys=native.keys)
+    handle = await submit_plan(native.launcher, plan, run=run, keys=native.keys, name=native.name)
     return Submitted(run, native.launcher, handle, attempt)
 
 
