@@ -267,8 +267,12 @@ def test_totals_are_compared_with_the_cluster_before_anything_waits(
 ) -> None:
     spec = spec_file(shared_root, tmp_path, workload="sft", dataset=f"{shared_root}/datasets/gsm8k_sft")
     base = base_file(tmp_path, cluster.dashboard, gpus_per_node=4)
-    out, _ = cli("workload", "check", spec, "--base", base, expected=1)
+    out, err = cli("workload", "check", spec, "--base", base, expected=1)
     assert "asks for 2 nodes of 4 GPUs each" in out
+    assert err.count("4 CPUs, 0 GPUs") == 2
+    assert ": 0 CPUs, 0 GPUs" in err
+    out, _ = cli("workload", "check", spec, "--base", base_file(tmp_path, cluster.dashboard))
+    assert out == "nothing is missing\n"
 
 
 @pytest.mark.timeout(180)

@@ -53,6 +53,20 @@ async def problems_of(request: Request, rendered: Rendered) -> tuple[Sequence[st
     return here, there
 
 
+async def nodes_of(rendered: Rendered) -> Sequence[str]:
+    """Return what each node of the cluster has, a line each; nothing for a cluster that is not reached."""
+    try:
+        nodes = await _launcher_of(rendered)._client().nodes()
+    except LauncherError:
+        return []
+    return [
+        f"{'head' if node.head else 'worker'} {node.ip}: {node.resources.get('CPU', 0):g} CPUs, "
+        f"{node.resources.get('GPU', 0):g} GPUs"
+        for node in nodes
+        if node.alive
+    ]
+
+
 async def submit_request(request: Request, rendered: Rendered) -> Submitted:
     """Submit a job as a new run below `<shared_root>/jobs`, written before Ray is asked.
 

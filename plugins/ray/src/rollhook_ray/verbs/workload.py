@@ -98,14 +98,17 @@ def plan(
 @app.command("check")
 def check(spec: Spec, base: Base = None, submission_id: Id = None, json: Json = False) -> None:
     """Look for all that would keep a job from running: shared storage, code, model, data, the cluster."""
-    from rollhook_ray.verbs.submitting import problems_of
+    from rollhook_ray.verbs.submitting import nodes_of, problems_of
 
     request, rendered = _rendered(spec, base, submission_id)
     here, there = asyncio.run(problems_of(request, rendered))
+    nodes = asyncio.run(nodes_of(rendered))
     if json:
-        as_json({"problems": [*here, *there], "notes": list(rendered.notes)})
+        as_json({"problems": [*here, *there], "notes": list(rendered.notes), "nodes": nodes})
     else:
         _notes(rendered)
+        for line in nodes:
+            _say(line)
         _say_problems([*here, *there])
     raise typer.Exit(1 if here or there else 0)
 
