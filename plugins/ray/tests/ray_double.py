@@ -1,8 +1,8 @@
 """A double of Ray's processes, for what is about processes: `ray start --block` with its agent and dashboard.
 
 It answers at the real ports with the real endpoints' JSON. Nodes of one machine know of each other by files
-in the temporary directory. Each has a child in a session of its own with an empty environment, as Ray's workers
-may be. DOUBLE_FAIL, DOUBLE_MUTE and DOUBLE_STUBBORN name nodes that do not start, never join, ignore TERM;
+in the temporary directory. Each has a child in a session of its own with an empty environment, as workers of
+Ray may be. DOUBLE_FAIL, DOUBLE_MUTE and DOUBLE_STUBBORN name nodes that do not start, never join, ignore TERM;
 DOUBLE_SLOW one that takes a while.
 """
 

@@ -50,9 +50,9 @@ def start(request: dict[str, Any]) -> dict[str, Any]:
     with locked(cluster, node):
         state = read_states(cluster).get(node)
         if state is not None and state["nonce"] == request["nonce"]:
-            keeper = keeper_of(state)
-            if keeper is not None:
-                return {"kept": True, "pid": keeper.pid}
+            running = keeper_of(state)
+            if running is not None:
+                return {"kept": True, "pid": running.pid}
             end(belonging(state, processes()), request["stop_seconds"])
         elif state is not None and keeper_of(state) is not None:
             raise Refused(f"node {node} of another cluster of this name runs here")
