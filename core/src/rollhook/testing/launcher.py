@@ -97,7 +97,7 @@ async def main():
     print("ready", flush=True)
     while not told:
         await asyncio.sleep(0.1)
-    await asyncio.sleep(1)
+    await asyncio.sleep(4)  # longer than the patience of some schedulers
 asyncio.run(main())
 print("drained, told", len(told), "times", flush=True)
 sys.exit(3)
