@@ -30,6 +30,7 @@ from rollhook.runtime.rollout_worker import build_environments, sampling_of
 from rollhook.runtime.seeds import derive
 
 if TYPE_CHECKING:
+    from rollhook.component import BuildContext
     from rollhook.engine import SamplingParams
     from rollhook.environment import Environment, Task
     from rollhook.plugins import Plugins
@@ -139,6 +140,10 @@ class HostedEpisodes:
         )
         self._observers.episode(record)
         return result
+
+    def context(self, name: str) -> BuildContext:
+        """Return what a component of this run is built with."""
+        return self._parts.context(name)
 
     def accept_group(self, group: Group) -> str | None:
         """Return why a loaded filter rejects a finished group; None: it trains."""
