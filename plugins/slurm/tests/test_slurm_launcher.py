@@ -138,7 +138,7 @@ async def test_what_prevents_a_bring_up_is_said(site: Site) -> None:
             {"head_retries": 1, "nodelist": "n3"},
             site.job("echo never", env={"RAY_DOUBLE_FAILS": "n3"}),
         ),
-        "no address of n4 is in launcher.network 203.0.113.0/24; it has 127.0.0.1": (
+        "no address of n4 is in launcher.network 203.0.113.0/24; it has ": (
             {"network": "203.0.113.0/24", "nodelist": "n4"},
             site.job("echo never"),
         ),

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pytest
 
 from rollhook.job_script import LOG, read_exit_code
@@ -25,7 +24,7 @@ from rollhook_slurm.launcher import SlurmLauncher
 
 needs_part("ray")
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 STORE = 80_000_000
 SETUP = f'export PATH="{Path(sys.executable).parent}:$PATH"'
@@ -131,14 +130,6 @@ def test_the_quickstart_across_two_nodes_goes_on_in_another_allocation(slurm: An
     number = json.loads((run.path / "attempts/1/submit.json").read_text())["handle"]["data"]["job"]
     try:
         until_committed(run, 1, 2)
-        hosts = (
-            {
-                each["node"]
-                for each in orjson.loads((run.path / "attempts/1/live.json").read_bytes())["engines"]
-            }
-            if False
-            else set()
-        )
         slurm.run("scancel", "--batch", "--signal=USR1", number)
         until_committed(run, 2, 2)
         assert read_exit_code(run.path / "attempts/1") == 3, "it was drained, with a checkpoint"
@@ -155,7 +146,7 @@ def test_the_quickstart_across_two_nodes_goes_on_in_another_allocation(slurm: An
 
 def until_committed(run: RunDir, number: int, steps: int) -> None:
     """Wait until the attempt has committed so many steps of its own."""
-    path, deadline = run.path / "attempts" / str(number), time.monotonic() + 200
+    path, deadline = run.path / "attempts" / str(number), time.monotonic() + 350
     while True:
         journal = path / "journal.jsonl"
         entries = list(read(journal)) if journal.exists() else []

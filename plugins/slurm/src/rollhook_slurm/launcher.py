@@ -87,7 +87,7 @@ class SlurmLauncher(Launcher):
     async def status(self, handle: Handle) -> JobStatus:
         """Ask scontrol, else read what the job left; before its driver runs it is pending."""
         fields = await show_job(str(handle.data["job"]))
-        return await asyncio.to_thread(_status, handle, fields)
+        return await asyncio.to_thread(status_of, handle, fields)
 
     async def logs(self, handle: Handle, *, follow: bool = False) -> AsyncIterator[bytes]:
         """Give the driver's log of each attempt in turn; where it came to none, what Slurm's script said."""
@@ -173,13 +173,13 @@ class SlurmLauncher(Launcher):
         inside = shlex.split(" ".join(unpacked))
         head = fields.get("BatchHost", "")
         return await _say(
-            ["srun", f"--jobid={job}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={head}", *inside]
-            + ["env", f"ROLLHOOK_JOB_DIR={newest}", f"ROLLHOOK_SLURM_JOB={job}"]
-            + ["bash", f"{handle.directory}/{FOLDER}/{NODE}", "status"]
-        )
+            ["srun", f"--jobid={job}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={head}", *inside,
+             "env", f"ROLLHOOK_JOB_DIR={newest}", f"ROLLHOOK_SLURM_JOB={job}",
+             "bash", f"{handle.directory}/{FOLDER}/{NODE}", "status"]
+        )  # fmt: skip
 
 
-def _status(handle: Handle, fields: Mapping[str, str] | None) -> JobStatus:  # noqa: PLR0911 - a table of cases
+def status_of(handle: Handle, fields: Mapping[str, str] | None) -> JobStatus:  # noqa: PLR0911 - a table of cases
     """Return how a job stands by Slurm's record of it, if it has one, and by the job's directory."""
     newest = _attempts(handle)[-1]
     left = left_status(replace(handle, directory=str(newest)))

@@ -118,7 +118,7 @@ def parse_record(text: str) -> dict[str, str]:
     """Return the fields of one record of `scontrol --oneliner show`; values may hold spaces, not ` Name=`."""
     line = text.strip().partition("\n")[0]
     found = list(_FIELD.finditer(line))
-    ends = [each.start() for each in found[1:]] + [len(line)]
+    ends = [*(each.start() for each in found[1:]), len(line)][: len(found)]
     return {each[1]: line[each.end() : end].strip() for each, end in zip(found, ends, strict=True)}
 
 

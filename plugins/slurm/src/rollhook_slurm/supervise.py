@@ -154,6 +154,17 @@ class Node:
             arguments.append(f"--object-store-memory={settings['object_store_bytes']}")
         return [*arguments, *settings["ray_args"]]
 
+    def own_temp(self) -> None:
+        """Make this node's directory for Ray, and remove those of its jobs that were killed."""
+        for path in self.temp.parent.glob(f"rh-*-{self.name[-24:]}"):
+            with contextlib.suppress(OSError, ValueError):
+                pid = int((path / "supervisor").read_text())
+                if path.stat().st_uid == os.getuid() and not Path(f"/proc/{pid}").exists():
+                    self.say(f"removes {path}, which a job that was killed has left")
+                    shutil.rmtree(path, ignore_errors=True)
+        self.temp.mkdir(mode=0o700, exist_ok=True)
+        (self.temp / "supervisor").write_text(str(os.getpid()))
+
     def keep_logs(self) -> None:
         """Move Ray's logs of this node into the job's directory and remove its local files."""
         logs = self.temp / "session_latest" / "logs"
@@ -185,6 +196,7 @@ class Node:
         check_gpus(self.settings["gpus_per_node"])
         ip = self.address()
         for left in range(self.settings["head_retries"], -1, -1):
+            self.own_temp()
             port = self.claim_ports() + GCS
             ray = start(
                 ["ray", "start", "--head", f"--node-ip-address={ip}", f"--port={port}", "--block",
@@ -310,6 +322,7 @@ class Node:
         self.claim_ports()
         tries = self.settings["worker_retries"] + 1
         for number in range(1, tries + 1):
+            self.own_temp()
             self.at(f"joining {head}:{port} from {ip}, try {number} of {tries}")
             ray = start(
                 ["ray", "start", f"--address={head}:{port}", f"--node-ip-address={ip}", "--block",
@@ -393,6 +406,7 @@ class Node:
         """Run `ray symmetric-run`, the same on every node; returns its exit code."""
         deadline, first = self.started + self.settings["join_seconds"], self.index == 0
         check_gpus(self.settings["gpus_per_node"])
+        self.own_temp()
         block = self.claim_ports()
         if first:
             head, port = self.address(), block + GCS
