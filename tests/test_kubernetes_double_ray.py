@@ -519,7 +519,7 @@ async def test_kr8s_works_unmodified(double: Cluster, space: str, tmp_path: Path
 
 @needs_bwrap
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(400)
 def test_a_job_runs_on_real_ray_with_what_its_pod_is_given(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="needs ray: pip install 'ray[default]'")
     with cluster(ray=True) as double:
@@ -562,7 +562,7 @@ def test_a_job_runs_on_real_ray_with_what_its_pod_is_given(tmp_path: Path) -> No
             "headGroupSpec": {"rayStartParams": params, "template": {"spec": head}}
         }
         api("POST", "rayjobs", job)
-        api.history("j", "Failed", 120)
+        api.history("j", "Failed", 300)
         status = api.status("j")
         assert status["jobStatus"] == "FAILED"
         assert "exit code 3" in status["message"]

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import socket
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
+
+import yaml
 
 from doubles.kubernetes.store import Object, suffix
 
@@ -213,13 +216,25 @@ def head_service(cluster: Object, name: str, of: Object) -> Object:
     }
 
 
-def job_command(entrypoint: str, address: str, job_id: str) -> str:
-    """Return what a submitter's container runs."""
+def job_command(spec: Object, address: str, job_id: str) -> str:
+    """Return what a submitter's container runs; the entry point is part of its shell text, as in KubeRay."""
+    options = ""
+    if spec.get("runtimeEnvYAML"):
+        options += f" --runtime-env-json {shlex.quote(json.dumps(yaml.safe_load(spec['runtimeEnvYAML'])))}"
+    if spec.get("metadata"):
+        options += f" --metadata-json {shlex.quote(json.dumps(spec['metadata']))}"
+    for name in ("cpus", "gpus"):
+        if amount := spec.get(f"entrypointNum{name.title()}"):
+            options += f" --entrypoint-num-{name} {amount}"
+    if spec.get("entrypointResources"):
+        options += f" --entrypoint-resources {shlex.quote(spec['entrypointResources'])}"
+    look = f"from urllib.request import urlopen; urlopen('{address}/api/gcs_healthz', timeout=5)"
+    look = shlex.quote(look)
     return (
-        f"until ray job list --address {address} >/dev/null 2>&1; do sleep 1; done; "
-        f"ray job status --address {address} {job_id} >/dev/null 2>&1 || "
-        f"ray job submit --address {address} --no-wait --submission-id {job_id} -- {entrypoint}; "
-        f"ray job logs --address {address} --follow {job_id}"
+        f"until python3 -c {look} >/dev/null 2>&1; do sleep 1; done; "
+        f"if ! ray job status --address {address} {job_id} >/dev/null 2>&1; then "
+        f"ray job submit --address {address} --no-wait{options} --submission-id {job_id} "
+        f"-- {spec.get('entrypoint', '').strip()} ; fi ; ray job logs --address {address} --follow {job_id}"
     )
 
 

@@ -290,7 +290,7 @@ class RayJobs:
             "ray.io/originated-from-crd": "RayJob",
             "ray.io/job-submission-mode": job["spec"].get("submissionMode", "K8sJobMode"),
         }
-        body = {
+        body: Object = {
             "apiVersion": "ray.io/v1",
             "kind": "RayCluster",
             "metadata": {
@@ -303,6 +303,8 @@ class RayJobs:
         }
         admitted = self.world.admit(_CLUSTERS, body)
         self.store.create(_CLUSTERS, meta["namespace"], admitted, "kuberay-operator")
+        told = f"Created RayCluster {meta['namespace']}/{body['metadata']['name']}"
+        event(self.store, job, "Normal", "CreatedRayCluster", told, "rayjob-controller")
 
     def _service(self, job: Object, cluster: Object) -> None:
         place, name = job["metadata"]["namespace"], ray_pods.head_service_name(job["metadata"]["name"])
@@ -340,7 +342,7 @@ class RayJobs:
         ]
         if not first.get("command"):
             first["command"] = ["/bin/bash", "-ce", "--"]
-            first["args"] = [ray_pods.job_command(spec.get("entrypoint", ""), address, job_id)]
+            first["args"] = [ray_pods.job_command(spec, address, job_id)]
         limit = (spec.get("submitterConfig") or {}).get("backoffLimit", 2)
         body = {
             "apiVersion": "batch/v1",

@@ -117,7 +117,10 @@ def _rows(each: Resource) -> Iterator[dict[str, Any]]:
         "kind": each.kind,
         "verbs": list(each.verbs),
     }
-    yield {**row, **({"shortNames": list(each.short)} if each.short else {})}
+    more: dict[str, Any] = {"shortNames": list(each.short)} if each.short else {}
+    if each.plural in ("pods", "services", "deployments", "jobs", "rayclusters", "rayjobs"):
+        more["categories"] = ["all"]
+    yield {**row, **more}
     if each.status:
         yield {
             **row,
