@@ -50,7 +50,7 @@ def rollhook(*words: str, place: Path, code: int = 0) -> str:
         check=False,
     )
     assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout
+    return done.stdout or done.stderr
 
 
 def wait_for_row(run: Path, attempt: int) -> None:
