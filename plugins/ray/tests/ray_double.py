@@ -2,8 +2,8 @@
 
 It answers at the real ports with the real endpoints' JSON. Nodes of one machine know of each other by files
 in the temporary directory. Each has a child in a session of its own with an empty environment, as workers of
-Ray may be. DOUBLE_FAIL, DOUBLE_MUTE and DOUBLE_STUBBORN name nodes that do not start, never join, ignore TERM;
-DOUBLE_SLOW one that takes a while.
+Ray may be. DOUBLE_FAIL, DOUBLE_MUTE and DOUBLE_STUBBORN name nodes that do not start, never join, and ignore
+TERM; DOUBLE_SLOW one that takes a while; DOUBLE_LATE one that runs into Ray's own limit, the first time.
 """
 
 from __future__ import annotations
@@ -30,8 +30,12 @@ def main() -> None:
     if named("FAIL", node):
         print("ray: the object store is too small", flush=True)
         sys.exit(1)
+    late = temp.parent / f"{node}-was-late"
+    if named("LATE", node) and not late.exists():
+        late.touch()
+        sys.exit("Exception: The current node timed out during startup. This could happen because ...")
     if named("SLOW", node):
-        time.sleep(3)
+        time.sleep(1.5)
     if named("STUBBORN", node):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     joined = temp / "joined"

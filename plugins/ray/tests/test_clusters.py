@@ -147,7 +147,7 @@ asyncio.run(launcher.cluster_up([], ClusterOptions(), print))
 """
 
 
-@pytest.mark.parametrize("node", ["head", "worker-0", "worker-1"])
+@pytest.mark.parametrize("node", ["head", "worker-0"])
 async def test_kill_9_half_way_leaves_what_down_ends_and_up_completes(
     site: Site, tmp_path: Path, node: str
 ) -> None:
@@ -163,8 +163,8 @@ async def test_kill_9_half_way_leaves_what_down_ends_and_up_completes(
         assert len(await site.down()) == 2
         assert gone(pids)
         return
-    (await site.up())
-    assert sum("runs already" in line for line in site.said) == {"head": 1, "worker-1": 3}[node]
+    await site.up()
+    assert sum("runs already" in line for line in site.said) == 1
     pids = belonging()
     await site.down()
     assert gone(pids)
@@ -183,6 +183,13 @@ async def test_a_killed_keeper_leaves_nothing_that_down_does_not_end(site: Site)
     assert len(orphan) <= 1
     for pid in orphan:
         os.kill(pid, signal.SIGKILL)
+
+
+async def test_a_node_that_ran_into_rays_own_limit_is_started_once_more(site: Site, tmp_path: Path) -> None:
+    python = double_python(tmp_path, LATE="head")
+    assert (await site.up(python=python)).state == "ready"
+    assert "head: Ray gave its start 30 s, which was too short; once more" in site.said
+    await site.down(python=python)
 
 
 async def test_without_waiting_it_returns_once_all_are_started(site: Site, tmp_path: Path) -> None:

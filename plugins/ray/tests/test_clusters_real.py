@@ -14,14 +14,19 @@ from pathlib import Path
 import pytest
 from cluster_hosts import ADDRESSES, Site, alive_with, free_ports, sshd, until
 
+from rollhook.errors import LauncherError
 from rollhook.launcher import ClusterOptions
 from rollhook.ray_jobs import RayJobs
 from rollhook.testing.ray_cluster import RayCluster
 from rollhook_ray import clusters_node
 from rollhook_ray.clusters_record import token_path
 
-_LEAVES_A_DAEMON = (
-    "import subprocess; subprocess.Popen(['sleep', '4321'], start_new_session=True, env={}); print('done')"
+_LEAVES_A_DAEMON = "; ".join(
+    [
+        "import ray, subprocess",
+        "subprocess.Popen(['sleep', '4321'], start_new_session=True, env={})",
+        "print('done')",
+    ]
 )
 
 
@@ -64,6 +69,11 @@ async def test_three_hosts_by_ssh_beside_another_ray(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     with sshd(tmp_path / "sshd", tmp_path / "state") as server:
         site.keys |= {"by": "ssh", "hosts": list(ADDRESSES), "ssh": server.keys()}
+        clash = site.keys["ports"] | {"node": cluster.head.agent_port - 2, "gcs": 20001}
+        with pytest.raises(
+            LauncherError, match=rf"port {cluster.head.agent_port} .* taken by process \d+ \(ray::"
+        ):
+            await site.up(ports=clash)
         info = await site.up(timeout=300)
         assert (info.state, info.nodes, info.address.partition(":")[0]) == ("ready", 3, "127.0.0.2")
 
@@ -75,7 +85,7 @@ async def test_three_hosts_by_ssh_beside_another_ray(
         assert sum(node.resources.get("worker_node", 0) for node in nodes.values()) == 200
         body = {
             "submission_id": "leaves-a-daemon",
-            "entrypoint": f'"{sys.executable}" -c "{_LEAVES_A_DAEMON}"',
+            "entrypoint": f'python3 -c "{_LEAVES_A_DAEMON}"',  # that beside the Python of the nodes
             "entrypoint_resources": {"worker_node": 1},
             "entrypoint_num_cpus": 1,
         }

@@ -358,6 +358,8 @@ def _become(state: dict[str, Any], keeper: int, waited: set[signal.Signals]) -> 
         variables.update(state["env"])
         variables[COOKIE] = "{}/{}".format(state["nonce"], state["node"])
         argv = list(state["argv"])
+        if os.path.isabs(argv[0]):  # jobs find what is installed beside it
+            variables["PATH"] = os.path.dirname(argv[0]) + os.pathsep + variables.get("PATH", os.defpath)
         if state["setup"].strip():
             argv = ["bash", "-c", "set -e\n" + state["setup"] + '\nexec "$@"', "setup", *argv]
         os.execvpe(argv[0], argv, variables)  # noqa: S606

@@ -19,8 +19,10 @@ from rollhook_ray.clusters_record import Record
 from rollhook_ray.ssh import HostError, Machine, SshMachine, local_python
 
 #: a progress line is due when something takes longer
-SAY_SECONDS = 5.0
+SAY_SECONDS = 2.0
 PROBE_SECONDS = 60.0
+#: what Ray says when a node has not come up within its own limit, which no setting changes
+_SLOW = "timed out during startup"
 INSTALL_SECONDS = 1800.0
 Say = Callable[[str], None]
 #: what is looked for as older deployments
@@ -165,7 +167,7 @@ class Site:
                 "`rollhook cluster down` ends it\n" + "\n".join(failed.values())
             )
 
-    async def _start(self, node: Node, *, wait: bool, deadline: float) -> None:
+    async def _start(self, node: Node, *, wait: bool, deadline: float, again: bool = True) -> None:
         if self._runs(node):
             self.say(f"{node.name} on {called(node.host)} runs already (process {self.pid(node)})")
             return
@@ -178,9 +180,15 @@ class Site:
             work = self._call(node.host, request, seconds=left + PROBE_SECONDS)
             result = (await self._told("waiting for", {node.name: work}))[0]
         except HostError as error:
+            if again and _SLOW in str(error) and time.monotonic() < deadline:
+                self.say(f"{node.name}: Ray gave its start 30 s, which was too short; once more")
+                await self._start(node, wait=wait, deadline=deadline, again=False)
+                return
             raise LauncherError(f"{node.name} on {called(node.host)}: {error}") from error
         how = "up" if wait else "started"
-        self.say(f"{node.name}: {how} after {time.monotonic() - began:.1f} s (process {result['pid']})")
+        return self.say(
+            f"{node.name}: {how} after {time.monotonic() - began:.1f} s (process {result['pid']})"
+        )
 
     async def missing(self, seconds: float, *, without: Mapping[str, str] | None = None) -> list[str]:
         """Return the nodes that have not joined the head within a time."""
