@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import os
 import signal
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -92,10 +93,10 @@ class TestSlurmLauncher(LauncherContract):
 
 
 async def test_the_code_of_a_failed_driver_is_the_jobs_and_all_nodes_end(
-    site: Site, monkeypatch: pytest.MonkeyPatch
+    slurm: Any, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PMIX_RANK", "0")
-    site = site.using(export=("PATH", "HOME", "PMIX_RANK"))
+    site = site.using(export=("PATH", "HOME", "PMIX_RANK"), temp_dir=str(slurm.root))
     script = (
         "python3 -c \"import ray, os; ray.init(os.environ['RAY_ADDRESS']); print(len(ray.nodes()))\"\n"
         "env | grep -E '^(SLURM|PMI|SRUN|SBATCH)' | sed 's/^/left: /'\n"
@@ -121,7 +122,7 @@ async def test_the_code_of_a_failed_driver_is_the_jobs_and_all_nodes_end(
         "n4",
     ]
     assert not (Path(job.directory) / "slurm/up/token").exists()
-    assert not list(Path("/tmp").glob(f"rh-{handle.data['job']}-*"))
+    assert not list(slurm.root.glob("rh*-*"))
 
 
 async def test_what_prevents_a_bring_up_is_said(site: Site) -> None:
@@ -299,6 +300,31 @@ async def test_symmetric_run_keeps_the_drivers_code_and_can_be_stopped(site: Sit
     await site.launcher.stop(handles[1])
     ends = [await site.watch(handle) for handle in handles]
     assert [(end.state, end.exit_code) for end in ends] == [("failed", 9), ("stopped", 3)]
+
+
+async def test_a_container_is_unpacked_on_all_nodes_used_and_removed(
+    site: Site, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    flags = tmp_path / "flags"
+    double = Path(__file__).parent / "pyxis_double"
+    monkeypatch.setenv("PYXIS_DOUBLE", str(flags))
+    monkeypatch.setenv("PATH", f"{double}:{os.environ['PATH']}")
+    container = {"image": "registry#lab/image:1", "mounts": ("/data:/data",)}
+    site = site.using(export=("PATH", "HOME", "PYXIS_DOUBLE"), container=container)
+    job = site.job("exit 6", resources=Resources(nodes=2))
+    handle = await site.submit(job)
+    status = await site.watch(handle)
+    assert (status.state, status.exit_code) == ("failed", 6)
+    name, run = f"rollhook_{handle.data['job']}", str(site.root / job.run_id)
+    inside = (
+        f"--container-name={name} --container-mounts={run}:{run},/data:/data "
+        "--no-container-mount-home --container-writable"
+    )
+    said = flags.read_text().splitlines()
+    image = "--container-image=registry#lab/image:1"
+    assert said[0] == f"{image} --container-name={name} --no-container-mount-home"
+    removed = f"enroot remove --force pyxis_{name}"
+    assert sorted(said[1:]) == sorted([inside, inside, "bare", removed, removed])
 
 
 async def test_preflight_names_all_that_is_wrong(

@@ -265,15 +265,20 @@ def test_a_head_that_cannot_be_reached_is_said_with_the_nodes_addresses(
             mine.find_head(mine.started + 60)
 
 
-def test_what_a_killed_job_left_on_a_node_is_removed_by_the_next(tmp_path: Path) -> None:
+def test_what_a_killed_job_left_on_a_node_is_removed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ended = subprocess.Popen(["true"])
     ended.wait()
-    for job, name, pid in (("5", "n2", ended.pid), ("6", "n2", os.getpid()), ("5", "n3", ended.pid)):
-        left = tmp_path / f"rh-{job}-{name}"
-        left.mkdir()
-        (left / "supervisor").write_text(str(pid))
-    node(tmp_path, temp_dir=str(tmp_path)).own_temp()
-    assert sorted(path.name for path in tmp_path.glob("rh-*")) == ["rh-5-n3", "rh-6-n2", "rh-9-n2"]
+    dead, alive, served, other = f"rh5-{ended.pid}", f"rh6-{os.getpid()}", f"rh7-{ended.pid}", "rh-slurm-5"
+    for name in (dead, alive, served, other):
+        (tmp_path / name / "session_latest/sockets").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)  # a socket's path may have 107 characters
+    with socket.socket(socket.AF_UNIX) as raylet:
+        raylet.bind(f"{served}/session_latest/sockets/raylet")
+        raylet.listen()
+        node(Path("job"), temp_dir=".").own_temp()
+    assert {path.name for path in tmp_path.glob("rh*")} == {alive, served, other, f"rh9-{os.getpid()}"}
 
 
 def test_a_node_of_a_job_that_is_over_leaves(tmp_path: Path) -> None:

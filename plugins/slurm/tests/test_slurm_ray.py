@@ -50,7 +50,11 @@ async def test_actors_are_on_every_node_with_its_credentials_and_nothing_is_left
     key.touch(mode=0o600)
     key.write_text("A_KEY=of-the-nodes\n")
     config = SlurmLauncherConfig(
-        exclusive=False, cpus_per_node=1, credentials=(str(key),), object_store_bytes=STORE
+        exclusive=False,
+        cpus_per_node=1,
+        credentials=(str(key),),
+        object_store_bytes=STORE,
+        temp_dir=str(slurm.root),
     )
     launcher = SlurmLauncher(config, build_context(tmp_path))
     run = RunDir.create(tmp_path / "runs", "count", run_id="count")
@@ -75,9 +79,9 @@ async def test_actors_are_on_every_node_with_its_credentials_and_nothing_is_left
     assert "leaked []" in text
     assert "Active:" in said, said
     assert sorted(path.name for path in Path(job.directory, "logs/ray").iterdir()) == [first, second]
-    assert not list(Path("/tmp").glob(f"rh-{handle.data['job']}-*"))
+    assert not list(slurm.root.glob("rh*-*"))
     left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
-    assert f"/tmp/rh-{handle.data['job']}-" not in left
+    assert f"{slurm.root}/rh" not in left
 
 
 #: the quickstart with a model that knows nothing, an engine and a rollout worker for each node

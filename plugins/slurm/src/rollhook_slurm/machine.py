@@ -134,6 +134,16 @@ def reachable(address: str, port: int, seconds: float = 3.0) -> bool:
         return False
 
 
+def listens(path: Path) -> bool:
+    """Whether a program listens at a socket of this machine."""
+    with contextlib.closing(socket.socket(socket.AF_UNIX)) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+        return True
+
+
 def local_addresses(table: str = "/proc/net/fib_trie") -> list[str]:
     """Return the IPv4 addresses of this machine, then those that `hostname -I` adds."""
     found: list[str] = []

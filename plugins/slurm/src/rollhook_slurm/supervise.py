@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -28,6 +29,7 @@ from rollhook_slurm.machine import (
     end,
     in_network,
     lines,
+    listens,
     local_addresses,
     outward_address,
     reachable,
@@ -75,7 +77,8 @@ class Node:
         self.job = int(environ["ROLLHOOK_SLURM_JOB"])
         self.directory = Path(environ["ROLLHOOK_JOB_DIR"])
         self.up = self.directory / "slurm" / "up"
-        self.temp = Path(settings["temp_dir"]) / f"rh-{self.job}-{self.name[-24:]}"
+        # short: Ray's sockets lie 64 characters below, and a socket's path may have 107
+        self.temp = Path(settings["temp_dir"]) / f"rh{self.job}-{os.getpid()}"
         self.started = time.monotonic()
         self.cancelled = False
         self.ports = Ports(settings["first_port"], settings["last_port"], settings["ports_per_node"])
@@ -155,15 +158,16 @@ class Node:
         return [*arguments, *settings["ray_args"]]
 
     def own_temp(self) -> None:
-        """Make this node's directory for Ray, and remove those of its jobs that were killed."""
-        for path in self.temp.parent.glob(f"rh-*-{self.name[-24:]}"):
-            with contextlib.suppress(OSError, ValueError):
-                pid = int((path / "supervisor").read_text())
-                if path.stat().st_uid == os.getuid() and not Path(f"/proc/{pid}").exists():
+        """Make this process's directory for Ray, and remove those of processes that were killed."""
+        for path in self.temp.parent.glob("rh*-*"):
+            name = re.fullmatch(r"rh\d+-(\d+)", path.name)
+            with contextlib.suppress(OSError):
+                if name is None or path.stat().st_uid != os.getuid() or Path(f"/proc/{name[1]}").exists():
+                    continue
+                if not listens(path / "session_latest" / "sockets" / "raylet"):
                     self.say(f"removes {path}, which a job that was killed has left")
                     shutil.rmtree(path, ignore_errors=True)
         self.temp.mkdir(mode=0o700, exist_ok=True)
-        (self.temp / "supervisor").write_text(str(os.getpid()))
 
     def keep_logs(self) -> None:
         """Move Ray's logs of this node into the job's directory and remove its local files."""
