@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kuberay_site import DEPLOYMENT, faults, job, keys, launcher, spec
 
 from rollhook.errors import LauncherError
+from rollhook.ray_jobs import TELLS_ALL
 from rollhook_kuberay.render import Renderer, sanitise, spec_hash, with_hash
 
 
@@ -177,7 +178,7 @@ def test_a_rayjob_says_whose_it_is_where_its_driver_goes_and_how_it_is_stopped()
     told = made["spec"]
     assert (made["apiVersion"], made["kind"]) == ("ray.io/v1", "RayJob")
     assert (told["jobId"], told["submissionMode"]) == ("demo-a1", "HTTPMode")
-    assert told["entrypoint"] == "exec env ROLLHOOK_TELLS_ALL=1 bash /var/run/rollhook/job/job.sh"
+    assert told["entrypoint"] == f"exec env {TELLS_ALL} bash /var/run/rollhook/job/job.sh"
     assert told["entrypointNumCpus"] == 1.0
     assert json.loads(told["entrypointResources"]) == {"worker_node": 0.001}
     variables = yaml.safe_load(told["runtimeEnvYAML"])["env_vars"]

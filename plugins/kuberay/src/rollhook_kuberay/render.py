@@ -12,6 +12,7 @@ from typing import Any
 
 from rollhook.errors import LauncherError
 from rollhook.job_script import KILL_SECONDS
+from rollhook.ray_jobs import TELLS_ALL
 from rollhook_kuberay.config import (
     Claim,
     ClusterKeys,
@@ -187,7 +188,7 @@ class Renderer:
         cluster_spec = self.cluster_spec(role, job.id)
         resources = driver_resources(job, cluster_spec)
         spec: Object = {
-            "entrypoint": f"exec env ROLLHOOK_TELLS_ALL=1 bash {JOB_FILES}/job.sh",
+            "entrypoint": f"exec env {TELLS_ALL} bash {JOB_FILES}/job.sh",
             "submissionMode": keys.submission_mode,
             "jobId": job.id,
             "runtimeEnvYAML": _yaml_env(runtime_env_vars(job, cluster_spec)),

@@ -31,21 +31,25 @@ _STARTED_SECONDS = 30.0
 _START = """\
 set -u
 mkdir -p {directory} && cd {directory} && head -c {size} | tar -xf - || exit 1
+printf %s {job} > {directory}/directory
 {exports}setsid nohup bash {directory}/job/job.sh </dev/null >{directory}/stdout.log 2>&1 &
 echo $! > {directory}/pid
 """
+#: the first process of a pod may not reap, so one that has ended can stay as a zombie
 _PROBE = """\
-d={job} t={directory}
-if [ -f $t/pid ] && kill -0 "$(cat $t/pid)" 2>/dev/null; then echo running
+d={job} t={directory} pid=$(cat {directory}/pid 2>/dev/null)
+if [ -f $d/{code} ]; then echo "ended $(cat $d/{code}) $(cat $d/{signalled} 2>/dev/null)"
+elif [ -n "$pid" ] && [ "$(cut -d ' ' -f 3 /proc/$pid/stat 2>/dev/null || echo Z)" != Z ]; then echo running
 elif [ -f $d/{code} ]; then echo "ended $(cat $d/{code}) $(cat $d/{signalled} 2>/dev/null)"
-elif [ -f $t/pid ]; then echo gone; else echo absent; fi
+elif [ -n "$pid" ]; then echo gone; else echo absent; fi
 """
-#: TERM to all of a session, three seconds, KILL to what is left of it
+#: TERM to all of a session, three seconds, KILL to what is left of it; then say so where nobody else could
 _END = """\
 import os, signal, sys, time
 def session(pid):
     try:
-        return int(open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[3])
+        state, _, _, sid = open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[:4]
+        return None if state == "Z" else int(sid)
     except (OSError, ValueError, IndexError):
         return None
 def tell(number, sid):
@@ -60,6 +64,12 @@ sid = int(open(sys.argv[1]).read())
 end = time.monotonic() + 3
 while tell(signal.SIGTERM if time.monotonic() < end else signal.SIGKILL, sid):
     time.sleep(0.5)
+beside = os.path.join(os.path.dirname(sys.argv[1]), "directory")
+if os.path.exists(beside):
+    job = open(beside).read()
+    for name, text in (("signalled", "KILL"), ("exit_code", "137")):
+        if os.path.isdir(job) and not os.path.exists(os.path.join(job, name)):
+            open(os.path.join(job, name), "w").write(text + chr(10))
 """
 
 
@@ -98,7 +108,10 @@ def exec_command(
     if has_worker_resource(cluster_spec):
         exports += f"export ROLLHOOK_WORKER_RESOURCE={WORKER_RESOURCE}\n"
     return _START.format(
-        directory=shlex.quote(scratch(keys, job.id)), size=len(archive(files)), exports=exports
+        directory=shlex.quote(scratch(keys, job.id)),
+        job=shlex.quote(job.directory),
+        size=len(archive(files)),
+        exports=exports,
     )
 
 
