@@ -9,6 +9,7 @@ import difflib
 import json
 import os
 import re
+import socket
 import subprocess
 from pathlib import Path
 
@@ -52,11 +53,16 @@ def plan(recipe: str, launcher: str, monkeypatch: pytest.MonkeyPatch, directory:
     monkeypatch.setenv("HF_TOKEN", "sentinel-90ac12")
     monkeypatch.setenv("ROLLHOOK_USER", "researcher")
     monkeypatch.chdir(directory)
+    monkeypatch.setattr(socket.socket, "connect", _contacted)
     source = str(ROOT / "recipes" / f"{recipe}.yaml")
     overrides = ["+storage.root=/shared/runs"]
     if read_recipe(source).recipe.launcher.use != launcher:
         overrides.append(f"launcher={{{KEYS[launcher]}}}")
     return plan_of(Native.of(*compose(source, overrides, site="none")), frozen=True)
+
+
+def _contacted(self: object, address: object) -> None:
+    raise AssertionError(f"a plan contacts {address}")
 
 
 def text_of(plan: Plan, full: Plan) -> str:

@@ -189,11 +189,14 @@ async def test_why_a_submission_failed_is_kept(tmp_path: Path) -> None:
 
 async def test_a_submission_that_was_interrupted_is_lost(tmp_path: Path) -> None:
     run, job = begin(tmp_path)
-    launcher = Scripted()
-    await submit_job(launcher, job, run=run)
-    path = run.path / "attempts/1/submit.json"
-    path.write_bytes(launcher.seen_record or b"")
-    assert (await job_status(launcher, read_record(path))).state == "lost"
+    launcher = Scripted(refuses=asyncio.CancelledError())
+    with pytest.raises(asyncio.CancelledError):
+        await submit_job(launcher, job, run=run)
+    record = find_record(run)
+    assert (record.handle, record.error) == (None, None)
+    status = await job_status(launcher, record)
+    assert status.state == "lost"
+    assert "interrupted" in status.message
 
 
 async def test_attempts_are_counted_over_claims_and_submissions(tmp_path: Path) -> None:

@@ -63,9 +63,8 @@ async def submit_plan(
         if launcher.shares_files:
             await asyncio.to_thread(_deliver, plan)
         handle = await launcher.submit(plan)
-    except BaseException as error:
-        said = str(error) or type(error).__name__
-        await asyncio.shield(asyncio.to_thread(record.failed, run, said))
+    except Exception as error:  # an interruption says nothing of whether the scheduler has it
+        await asyncio.to_thread(record.failed, run, str(error) or type(error).__name__)
         raise
     handle = replace(handle, stopped_code=plan.job.stopped_code)
     await asyncio.to_thread(record.submitted, run, handle)
