@@ -249,8 +249,8 @@ async def _through_its_losses(cluster: RayCluster, tmp_path: Path, token: str) -
     (supervisor,) = named(cluster.workers[0].process.pid, b"JobSupervisor")
     os.kill(supervisor, signal.SIGKILL)
     assert (await site.watch(handle)).state == "failed"
-    said = await launcher.cleanup(handle)
-    assert "what it may have left on" in said[0]
+    removed = await launcher.cleanup(handle)
+    assert "what it may have left on" in removed[0]
     assert not [path for path in Path("/proc").glob("[0-9]*/environ") if in_file(orphaned.directory, path)]
 
     lost = site.job(FOREVER)
