@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from rollhook.launcher import JobKeys
 from rollhook.recipe import paths
 from rollhook.recipe.composition import Composition, asks_from, given, idle, use_name
 from rollhook.recipe.problem import Problem
@@ -26,6 +27,21 @@ def launcher(c: Composition) -> Iterator[Problem]:
             f"{c.recipe.storage.root!r} is relative, and launcher {part.name} runs where it is not seen",
             hint="set it to an absolute directory that all nodes see",
         )
+
+
+def code(c: Composition) -> Iterator[Problem]:
+    """Where a job's own code comes from."""
+    part = c.part("launcher")
+    keys = part.config if part is not None else None
+    if not isinstance(keys, JobKeys):
+        return
+    if keys.code != "image" and not keys.code_path:
+        yield Problem(
+            "launcher.code_path", f"is missing, which code {keys.code} needs", hint="name the directory"
+        )
+    if keys.code == "image":
+        reason = "with code: image the code is what is installed on the nodes"
+        yield from idle(c, ["launcher.code_path"], c.layer("launcher.code"), reason)
 
 
 def hosted(c: Composition) -> Iterator[Problem]:

@@ -6,7 +6,7 @@ import ipaddress
 from collections.abc import Callable, Iterator
 
 from rollhook.recipe.composition import Composition, asks_from, idle, use_name
-from rollhook.recipe.launch_rules import addresses, hosted, launcher
+from rollhook.recipe.launch_rules import addresses, code, hosted, launcher
 from rollhook.recipe.problem import Problem
 
 
@@ -365,6 +365,7 @@ _RULES: list[Callable[[Composition], Iterator[Problem]]] = [
     gateway,
     outside,
     launcher,
+    code,
     hosted,
     addresses,
     lists,
