@@ -186,9 +186,7 @@ class Site:
                 return
             raise LauncherError(f"{node.name} on {called(node.host)}: {error}") from error
         how = "up" if wait else "started"
-        return self.say(
-            f"{node.name}: {how} after {time.monotonic() - began:.1f} s (process {result['pid']})"
-        )
+        self.say(f"{node.name}: {how} after {time.monotonic() - began:.1f} s (process {result['pid']})")
 
     async def missing(self, seconds: float, *, without: Mapping[str, str] | None = None) -> list[str]:
         """Return the nodes that have not joined the head within a time."""
