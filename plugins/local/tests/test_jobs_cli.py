@@ -152,7 +152,11 @@ def test_jobs_are_listed(jobs: Jobs, capfd: pytest.CaptureFixture[str]) -> None:
         "gone", 1, "gone-a1", "nonsuch", {}, "", submitted_at=broken.submitted_at, handle=broken.handle
     )
     gone.write(RunDir.find("gone"))
-    code, out, _ = call(capfd, "jobs", "list", "--json")
+    damaged = RunDir.create(jobs.root, "demo", run_id="damaged").path / "attempts/1/submit.json"
+    damaged.parent.mkdir()
+    damaged.write_text("{")
+    code, out, err = call(capfd, "jobs", "list", "--json")
+    assert str(damaged) in err
     rows = {row["run_id"]: row for row in json.loads(out)}
     assert code == 0
     assert {name: row["state"] for name, row in rows.items()} == {

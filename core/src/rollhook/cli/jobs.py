@@ -41,12 +41,17 @@ def list_jobs(
     json: Json = False,
 ) -> None:
     """List the jobs of the runs that this machine knows, the newest first."""
+    from rollhook.errors import RunError
     from rollhook.rundir import RunDir, index
     from rollhook.runtime.job_records import records
 
     found: list[Record] = []
     for path in index().values():
-        of_run = records(RunDir(path))
+        try:
+            of_run = records(RunDir(path))
+        except RunError as error:  # of one run, which must not hide the others
+            _say(str(error))
+            continue
         found += of_run if all_jobs else of_run[-1:]
     found.sort(key=lambda record: -record.submitted_at)
     states = asyncio.run(_ask_all(found)) if ask else [("not asked", "")] * len(found)
