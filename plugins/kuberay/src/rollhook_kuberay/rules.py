@@ -23,7 +23,6 @@ MAX_RAYJOB, MAX_RAYCLUSTER, MAX_NAME = 47, 53, 63
 MAX_CONFIG_MAP = 1_000_000
 _DNS_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _LABEL = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
-_SHELL_DEFAULT = re.compile(r"(?<!\\)\$\{\w+(:?[-=?+])")
 
 Found = tuple[str, str, str]  # key below `launcher`, what is wrong, what to do
 
@@ -168,8 +167,6 @@ def _labels(keys: KubeRayLauncherConfig) -> Iterator[Found]:
 def _cluster(keys: KubeRayLauncherConfig, role: Any) -> Iterator[Found]:
     cluster = keys.clusters[role]
     key = f"clusters.{role}"
-    if cluster.daemon is not None and _SHELL_DEFAULT.search(cluster.daemon.entrypoint):
-        yield f"{key}.daemon.entrypoint", "has an unescaped ${...}", r"write \${...} for the shell's"
     if cluster.spec is None:
         if cluster.segment_size and (cluster.nodes or keys.nodes) % cluster.segment_size:
             yield f"{key}.segment_size", "does not divide the number of nodes", "change one of them"

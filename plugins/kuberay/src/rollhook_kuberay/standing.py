@@ -271,16 +271,22 @@ async def stop(site: Site, handle: Handle, port: Port, *, force: bool) -> str:
             return f"{handle.job_id} is pending: Ray was asked to drop it, and does so once it would start"
         if force:
             node = job.node(await jobs.nodes())
-            pod = await _pod_at(port, str(handle.data["cluster"]), node.ip if node else "")
-            await port.exec(pod, ["python3", "-c", _END, _pid_file(handle.job_id)])
+            killed = await _kill(port, str(handle.data["cluster"]), node.ip if node else "", handle.job_id)
+            if not killed:
+                return f"{handle.job_id} was asked to stop; no pod has its process, so it was not killed"
     return f"{handle.job_id} was {'ended' if force else 'asked to stop'}"
 
 
-async def _pod_at(port: Port, cluster: str, ip: str) -> str:
-    for pod in await port.list("Pod", {"ray.io/cluster": cluster}):
-        if ip and (pod.get("status") or {}).get("podIP") == ip:
-            return str(pod["metadata"]["name"])
-    return await head_pod(port, cluster)
+async def _kill(port: Port, cluster: str, ip: str, job_id: str) -> bool:
+    """End the processes of a job in the pod that has its pid: that of its node's address is asked first."""
+    pods = await port.list("Pod", {"ray.io/cluster": cluster})
+    pods.sort(key=lambda pod: (pod.get("status") or {}).get("podIP") != ip)
+    for pod in pods:
+        if (pod.get("status") or {}).get("phase") == "Running":
+            name = str(pod["metadata"]["name"])
+            if (await port.exec(name, ["test", "-e", _pid_file(job_id)])).exit_code == 0:
+                return (await port.exec(name, ["python3", "-c", _END, _pid_file(job_id)])).exit_code == 0
+    return False
 
 
 async def cleanup(handle: Handle, port: Port) -> list[str]:
