@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -273,6 +274,28 @@ def test_totals_are_compared_with_the_cluster_before_anything_waits(
     assert ": 0 CPUs, 0 GPUs" in err
     out, _ = cli("workload", "check", spec, "--base", base_file(tmp_path, cluster.dashboard))
     assert out == "nothing is missing\n"
+
+
+@pytest.mark.timeout(180)
+def test_a_job_that_is_not_waited_for_goes_on_until_it_is_stopped(
+    cluster: RayCluster, shared_root: Path, tmp_path: Path, cli: Cli
+) -> None:
+    keys = {
+        "submission_id": "long-1",
+        "trainer_overrides": ["total_epochs=1000", "+trainer.step_seconds=0.1"],
+    }
+    spec = spec_file(shared_root, tmp_path, **keys)
+    out, _ = cli("workload", "submit", spec, "--base", base_file(tmp_path, cluster.dashboard), "--no-wait")
+    assert out == "long-1\n"
+    log = shared_root / "jobs/long-1/logs/driver.log"
+    deadline = time.monotonic() + 90
+    while not log.exists() or "step:11" not in log.read_text():
+        assert time.monotonic() < deadline, log.read_text() if log.exists() else "there is no log"
+        time.sleep(0.2)
+    assert "running" in cli("jobs", "status", "long-1")[0]
+    assert "stopped" in cli("jobs", "stop", "long-1", "--wait")[1]
+    cli("jobs", "status", "long-1", expected=3)
+    assert (shared_root / "jobs/long-1/checkpoints/global_step_10").is_dir()
 
 
 @pytest.mark.timeout(180)

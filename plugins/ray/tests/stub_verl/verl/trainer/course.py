@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import time
 from pathlib import Path
 
 import pyarrow.parquet
@@ -52,6 +53,7 @@ def train(config, column):
         if step % 10 == 1:
             _, node, origin, marker = ray.get(work.remote(step))
             print(f"worker node:{node} verl:{origin} marker:{marker}", flush=True)
+        time.sleep(trainer.get("step_seconds", 0))
         print(f"step:{step} - reward/mean:0.5", flush=True)
         if trainer.save_freq > 0 and (step % trainer.save_freq == 0 or step == steps):
             save(Path(trainer.default_local_dir), step)
