@@ -139,6 +139,10 @@ async def test_what_prevents_a_bring_up_is_said(site: Site) -> None:
             {"head_retries": 1, "nodelist": "n3"},
             site.job("echo never", env={"RAY_DOUBLE_FAILS": "n3"}),
         ),
+        "Ray's head did not start on n2 (ended with exit code 1 in the bring-up); see ": (
+            {"head_retries": 2, "nodelist": "n[2-3]"},
+            site.job("echo never", resources=Resources(nodes=2), env={"RAY_DOUBLE_DIES": "n2"}),
+        ),
         "no address of n4 is in launcher.network 203.0.113.0/24; it has ": (
             {"network": "203.0.113.0/24", "nodelist": "n4"},
             site.job("echo never"),
@@ -159,7 +163,7 @@ async def test_what_prevents_a_bring_up_is_said(site: Site) -> None:
         assert part.encode() in b"".join(log), "where there is no driver's log, the bring-up's is shown"
         assert not (Path(job.directory) / "logs/driver.log").exists()
     tries = Path(handles[2].directory, "logs/nodes/n3.log").read_text()
-    assert tries.count("tries left") == 2
+    assert "try 2 of 2" in tries
 
 
 async def test_a_network_by_prefix_or_cidr_gives_the_address(site: Site) -> None:

@@ -15,7 +15,7 @@ for name in $(compgen -e); do
     esac
 done
 ulimit -Sn 65535 2>/dev/null || ulimit -Sn "$(ulimit -Hn)"
-export PYTHONUNBUFFERED=1 PYTHONNOUSERSITE=1 RAY_USAGE_STATS_ENABLED=0
+export PYTHONUNBUFFERED=1 PYTHONNOUSERSITE=1 RAY_USAGE_STATS_ENABLED=0 RAY_enable_metrics_collection=0
 if [ -e "$up/token" ]; then export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$up/token; fi
 
 credentials() { # FILE: set what it sets; nothing of it is printed

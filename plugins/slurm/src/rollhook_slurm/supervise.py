@@ -62,6 +62,10 @@ while True:
 """
 
 
+class HeadError(NodeError):
+    """Ray's head has failed in the bring-up, and may be started again."""
+
+
 class StoppedError(Exception):
     """The job was told to stop before its driver ran."""
 
@@ -184,48 +188,54 @@ class Node:
 
     def head(self) -> int:
         """Start the head, wait for all, run the driver; returns its exit code."""
-        deadline = self.started + self.settings["join_seconds"]
-        ray, address = self.start_head(deadline)
+        check_gpus(self.settings["gpus_per_node"])
+        ip, deadline = self.address(), self.started + self.settings["join_seconds"]
+        tries = self.settings["head_retries"] + 1
         try:
-            self.wait_for_nodes(ray, address, deadline)
-            return self.drive(address, ray)
+            for number in range(1, tries + 1):
+                self.own_temp()
+                ray, port = self.start_head(ip)
+                try:
+                    self.wait_for_head(ray, ip, port, deadline)
+                    self.wait_for_nodes(ray, f"{ip}:{port}", deadline)
+                    return self.drive(f"{ip}:{port}", ray)
+                except HeadError as error:
+                    why = str(error)
+                    (self.up / "head.json").unlink(missing_ok=True)
+                    self.phase(f"Ray's head {why}; try {number} of {tries}")
+                finally:
+                    end(ray)
+                    self.keep_logs()
         finally:
             self.write("ended", "")
-            end(ray)
             self.ports.release()
-            self.keep_logs()
+        log = f"{self.directory}/logs/nodes/{self.name}.log"
+        raise NodeError(f"Ray's head did not start on {self.name} ({why}); see {log}")
 
-    def start_head(self, deadline: float) -> tuple[subprocess.Popen[bytes], str]:
-        """Return Ray's head once it listens, and its address. Raises NodeError after the retries."""
-        check_gpus(self.settings["gpus_per_node"])
-        ip = self.address()
-        for left in range(self.settings["head_retries"], -1, -1):
-            self.own_temp()
-            port = self.claim_ports() + GCS
-            ray = start(
-                ["ray", "start", "--head", f"--node-ip-address={ip}", f"--port={port}", "--block",
-                 "--log-color=false", *self.ray_arguments(head=True)],
-                self.environ,
-            )  # fmt: skip
-            limit = min(deadline, time.monotonic() + START_SECONDS)
-            while ray.poll() is None and time.monotonic() < limit and not self.told():
-                if reachable(ip, port):
-                    self.write("head.json", json.dumps({"node": self.name, "address": ip, "port": port}))
-                    self.write("address", f"{ip}:{port}\n")
-                    self.phase(f"head listens on {ip}:{port}")
-                    return ray, f"{ip}:{port}"
-                time.sleep(POLL)
-            code = ray.poll()
-            end(ray)
+    def start_head(self, ip: str) -> tuple[subprocess.Popen[bytes], int]:
+        """Start Ray's head on ports of its own."""
+        port = self.claim_ports() + GCS
+        ray = start(
+            ["ray", "start", "--head", f"--node-ip-address={ip}", f"--port={port}", "--block",
+             "--log-color=false", *self.ray_arguments(head=True)],
+            self.environ,
+        )  # fmt: skip
+        return ray, port
+
+    def wait_for_head(self, ray: subprocess.Popen[bytes], ip: str, port: int, deadline: float) -> None:
+        """Return once Ray's head listens, and others are told. Raises HeadError."""
+        limit = min(deadline, time.monotonic() + START_SECONDS)
+        while not reachable(ip, port):
             if self.told():
                 raise StoppedError
-            why = "did not listen in time" if code is None else f"ended with exit code {code}"
-            self.say(f"Ray's head {why}; {left} tries left")
-        self.keep_logs()
-        raise NodeError(
-            f"Ray's head did not start on {self.name} ({why}); "
-            f"see {self.directory}/logs/nodes/{self.name}.log"
-        )
+            if ray.poll() is not None:
+                raise HeadError(f"ended with exit code {ray.returncode}")
+            if time.monotonic() > limit:
+                raise HeadError("did not listen in time")
+            time.sleep(POLL)
+        self.write("head.json", json.dumps({"node": self.name, "address": ip, "port": port}))
+        self.write("address", f"{ip}:{port}\n")
+        self.phase(f"head listens on {ip}:{port}")
 
     def wait_for_nodes(self, ray: subprocess.Popen[bytes], address: str, deadline: float) -> None:
         """Return when every node and GPU is in the cluster. Raises NodeError naming who is missing."""
@@ -249,16 +259,14 @@ class Node:
                 if self.told():
                     raise StoppedError
                 if ray.poll() is not None:
-                    raise NodeError(
-                        f"Ray's head on {self.name} ended with exit code {ray.returncode} in the bring-up"
-                    )
+                    raise HeadError(f"ended with exit code {ray.returncode} in the bring-up")
                 if watch.poll() is not None:
-                    raise NodeError(f"the nodes of {address} could not be listed; see the log of {self.name}")
+                    raise HeadError("did not say which nodes there are")
                 failed = sorted(path.stem for path in (self.up / "nodes").glob("*.failed"))
                 over = self.there("workers-ended")
                 if failed or over or time.monotonic() > deadline:
                     raise NodeError(self.missing(now, seen, over=over))
-            raise NodeError(f"the nodes of {address} could not be listed; see the log of {self.name}")
+            raise HeadError("did not say which nodes there are")
         finally:
             end(watch, 5.0, gently=True)
 
@@ -319,14 +327,14 @@ class Node:
         """Join the head, and leave when the driver has ended; joins again a bounded number of times."""
         check_gpus(self.settings["gpus_per_node"])
         ip, deadline = self.address(), self.started + self.settings["join_seconds"]
-        found = self.find_head(deadline)
-        if found is None:
-            return 0
-        head, port = found
-        self.claim_ports()
         tries = self.settings["worker_retries"] + 1
         for number in range(1, tries + 1):
+            found = self.find_head(deadline)
+            if found is None:
+                return 0
+            head, port = found
             self.own_temp()
+            self.claim_ports()
             self.at(f"joining {head}:{port} from {ip}, try {number} of {tries}")
             ray = start(
                 ["ray", "start", f"--address={head}:{port}", f"--node-ip-address={ip}", "--block",
@@ -342,7 +350,6 @@ class Node:
             self.say(f"Ray ended with exit code {ray.returncode}")
             if not self.pause(min(10.0, 0.5 * 2**number)):
                 return 0
-            self.claim_ports()
         raise NodeError(f"Ray on {self.name} ended {tries} times, last with exit code {ray.returncode}")
 
     def at(self, text: str) -> None:
@@ -353,28 +360,33 @@ class Node:
     def find_head(self, deadline: float) -> tuple[str, int] | None:
         """Return where the head listens, once it can be reached; None when the job is over before."""
         self.at("waits for the head to listen")
-        while not self.there("head.json"):
-            if self.over():
-                return None
-            if time.monotonic() > deadline:
+        tried: tuple[str, int] | None = None
+        while not self.over():
+            head = self.head_now()
+            if head is not None and reachable(*head):
+                return head
+            if head != tried:  # it may have been started again, elsewhere
+                tried, limit = head, min(deadline, time.monotonic() + START_SECONDS)
+            if head is None and time.monotonic() > deadline:
                 raise NodeError(f"the head did not listen within {self.settings['join_seconds']:g} s")
-            time.sleep(POLL)
-        head = json.loads((self.up / "head.json").read_text())
-        address, port = str(head["address"]), int(head["port"])
-        limit = min(deadline, time.monotonic() + START_SECONDS)
-        while not reachable(address, port):
-            if self.over():
-                return None
-            self.at(f"cannot reach the head at {address}:{port} yet")
-            if time.monotonic() > limit:
+            if head is not None and time.monotonic() > limit:
                 raise NodeError(
-                    f"{self.name} cannot reach the head {head['node']} at {address}:{port}; "
-                    f"choose the network that both are in with launcher.network ({self.name} has "
-                    f"{', '.join(local_addresses())}), or open the ports from "
-                    f"{self.settings['first_port']} to {self.settings['last_port']}"
+                    f"{self.name} cannot reach the head at {head[0]}:{head[1]}; choose the network that both "
+                    f"are in with launcher.network ({self.name} has {', '.join(local_addresses())}), or open "
+                    f"the ports from {self.settings['first_port']} to {self.settings['last_port']}"
                 )
-            time.sleep(1)
-        return address, port
+            time.sleep(POLL)
+        return None
+
+    def head_now(self) -> tuple[str, int] | None:
+        """Return where the head says that it listens."""
+        if not self.there("head.json"):
+            return None
+        try:
+            head = json.loads((self.up / "head.json").read_text())
+        except FileNotFoundError:
+            return None
+        return str(head["address"]), int(head["port"])
 
     def stay(self, ray: subprocess.Popen[bytes], head: str, port: int) -> bool:
         """Return whether the job is over, else Ray has ended here. Raises NodeError without a head."""
@@ -382,6 +394,8 @@ class Node:
         while ray.poll() is None:
             if self.over():
                 return True
+            if self.head_now() != (head, port):
+                return False
             if reachable(head, port):
                 seen = time.monotonic()
             elif time.monotonic() > seen + LOST_SECONDS:
