@@ -135,7 +135,7 @@ def actors_of(node):
             title = Path(f"/proc/{pid}/cmdline").read_bytes()
         except OSError:
             continue
-        if title.startswith(b"ray::_Resident"):
+        if title.startswith(b"ray::Resident"):
             found[pid] = log.stem
     return found
 

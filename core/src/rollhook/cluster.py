@@ -7,7 +7,6 @@ directory (its sockets have a path limit of 107 bytes) and its logs move to the 
 from __future__ import annotations
 
 import asyncio
-import importlib
 import logging
 import os
 import secrets
@@ -16,8 +15,7 @@ import socket
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +24,7 @@ from typing import Any, TypeVar
 from rollhook.errors import RollhookError
 from rollhook.failures import Failure, one_line
 from rollhook.processes import LOOPBACK, NODE, STOP_GRACE_SECONDS, ClusterPlacement, ProcessDiedError
-from rollhook.secrets import Secret
+from rollhook.resident import Resident
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -211,7 +209,7 @@ class Cluster:
         def create() -> Any:
             self._assert_room(name, gpus, node)
             options = self._options(gpus, node) | {"max_restarts": 0, "max_concurrency": calls}
-            return _ray().remote(**options)(_Resident).remote(name, str(log))
+            return _ray().remote(**options)(Resident).remote(name, str(log))
 
         remote = Remote(self, name, log, await self._run(create))
         self._remotes.append(remote)
@@ -356,61 +354,6 @@ class Remote:
             await asyncio.wait_for(self._ask("release"), STOP_GRACE_SECONDS + 2)
         except (RollhookError, TimeoutError) as error:
             logger.debug("%s did not end in good order: %s", self.name, error)
-
-
-class _Resident:
-    """The actor: holds one object, gives its failures back as data (not every exception can be pickled)."""
-
-    def __init__(self, name: str, log: str) -> None:
-        self._name = name
-        self._object: Any = None
-        self._log = log
-        self._unseen: OSError | None = None
-        try:
-            output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        except OSError as error:
-            self._unseen = error
-            return
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-
-    def construct(
-        self, target: str, args: Sequence[Any], env: Mapping[str, str], secrets: Mapping[str, str]
-    ) -> Any:
-        for variable, reference in secrets.items():
-            secret = Secret.parse(reference)
-            if variable not in os.environ and not secret.absent():  # who uses an absent one says so
-                os.environ[variable] = secret.resolve().get_secret_value()
-        os.environ.update(env)
-        return self._guard("construct", lambda: self._construct(target, args))
-
-    def call(self, method: str, args: Sequence[Any], keys: Mapping[str, Any]) -> Any:
-        return self._guard(method, lambda: getattr(self._object, method)(*args, **keys))
-
-    def release(self) -> Any:
-        close = getattr(self._object, "close", None)
-        return self._guard("close", close) if close is not None else None
-
-    def _construct(self, target: str, args: Sequence[Any]) -> str:
-        if self._unseen is not None:
-            raise RollhookError(
-                f"node {node_address()} cannot write {self._log} ({self._unseen.strerror}): "
-                "storage.root must be a directory that all nodes of the cluster see",
-                kind="user",
-            )
-        module, _, name = target.partition(":")
-        self._object = getattr(importlib.import_module(module), name)(*args)
-        return node_address()
-
-    def _guard(self, method: str, function: Callable[[], Any]) -> Any:
-        try:
-            return function()
-        except Exception as error:  # noqa: BLE001 - handed to the caller, and in the log in full
-            traceback.print_exc()
-            sys.stderr.flush()
-            return Failure.of(error, f"{self._name}.{method}")
 
 
 def _until_answered(address: str) -> None:
