@@ -26,11 +26,11 @@ ROOT = Path(__file__).resolve().parents[1]
 PLANS = ROOT / "tests/plans"
 UPDATE = os.environ.get("ROLLHOOK_UPDATE_PLANS") == "1"
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
-#: a launcher's keys, for recipes that name another one
+#: a launcher's keys, for recipes that name another one; the nodes are those of the recipe
 KEYS = {
     "local": "use: local",
     "ray": "use: ray, secrets: {HF_TOKEN: 'env:HF_TOKEN'}",
-    "slurm": "use: slurm, nodes: 2, gpus_per_node: 4",
+    "slurm": "use: slurm",
     "kuberay": "use: kuberay, namespace: research, image: 'registry.example/rollhook:1', "
     "mounts: [{path: /shared, claim: shared}]",
 }
@@ -56,8 +56,11 @@ def plan(recipe: str, launcher: str, monkeypatch: pytest.MonkeyPatch, directory:
     monkeypatch.setattr(socket.socket, "connect", _contacted)
     source = str(ROOT / "recipes" / f"{recipe}.yaml")
     overrides = ["+storage.root=/shared/runs"]
-    if read_recipe(source).recipe.launcher.use != launcher:
-        overrides.append(f"launcher={{{KEYS[launcher]}}}")
+    named = read_recipe(source).recipe.launcher
+    if named.use != launcher:
+        sizes = {name: named.keys.get(name, most) for name, most in (("nodes", 2), ("gpus_per_node", 8))}
+        size = "" if launcher == "local" else "".join(f", {name}: {value}" for name, value in sizes.items())
+        overrides.append(f"launcher={{{KEYS[launcher]}{size}}}")
     return plan_of(Native.of(*compose(source, overrides, site="none")), frozen=True)
 
 
