@@ -145,6 +145,18 @@ async def test_a_log_that_breaks_off_is_taken_up_where_it_was() -> None:
     assert b"".join(written) == b"one\ntwo\nthree\n"
 
 
+async def test_a_log_that_is_not_there_yet_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    class Later(Scripted):
+        async def logs(self, handle: Handle, *, follow: bool = False) -> AsyncIterator[bytes]:
+            raise LauncherError("no pod yet")
+            yield b""
+
+    launcher = Later([*[said("pending")] * 20, said("failed")])
+    options: dict[str, Any] = {"poll": 0.001, "timeout": 60, "drain_seconds": 0.1}
+    assert (await watch(launcher, HANDLE, follow=lambda data: None, **options)).state == "failed"
+    assert caplog.text.count("no pod yet") == 1
+
+
 async def test_preflight_names_all_problems_before_anything_is_written(tmp_path: Path) -> None:
     run, job = begin(tmp_path)
     launcher = Scripted(problems=["there is no queue gpu", "the image is absent"])

@@ -123,24 +123,25 @@ async def watch(
     timeout: float | None = None,
     poll: float = POLL_SECONDS,
     lost_seconds: float = LOST_SECONDS,
+    drain_seconds: float = DRAIN_SECONDS,
     clock: Callable[[], float] = time.monotonic,
     changed: Callable[[JobStatus], Awaitable[None]] | None = None,
 ) -> JobStatus:
     """Return how the job ended, or that it is lost; `follow` is given its log, all of it.
 
     `changed` is awaited whenever its state is another one. Raises TimeoutError after `timeout` seconds; the
-    job goes on then.
+    job goes on then. Of one that has ended the log is waited for `drain_seconds` more.
     """
     following = None
     try:
+        if follow is not None:
+            following = asyncio.create_task(_follow(launcher, handle, follow, poll))
         async with asyncio.timeout(timeout):
-            if follow is not None:
-                following = asyncio.create_task(_follow(launcher, handle, follow, poll))
             status = await _until_ended(launcher, handle, poll, lost_seconds, clock, changed)
-            if following is not None and status.state != "lost":
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(asyncio.shield(following), DRAIN_SECONDS)
-            return status
+        if following is not None and status.state != "lost":
+            with suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(following), drain_seconds)
+        return status
     finally:
         if following is not None:
             following.cancel()
@@ -183,7 +184,7 @@ async def _until_ended(
 
 async def _follow(launcher: Launcher, handle: Handle, write: Callable[[bytes], None], poll: float) -> None:
     """Write the log until it ends; where it breaks off, it is taken up again where it was."""
-    written = 0
+    written, said = 0, ""
     while True:
         position = 0
         try:
@@ -195,7 +196,9 @@ async def _follow(launcher: Launcher, handle: Handle, write: Callable[[bytes], N
                     written += len(new)
             return
         except LauncherError as error:
-            logger.warning("the log of job %s broke off, and is taken up again: %s", handle.job_id, error)
+            if str(error) != said:
+                said = str(error)
+                logger.warning("the log of job %s broke off, and is taken up again: %s", handle.job_id, said)
             await asyncio.sleep(poll)
 
 
