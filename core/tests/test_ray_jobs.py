@@ -5,6 +5,7 @@ What a real dashboard answers is tested in plugins/ray.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -97,6 +98,8 @@ async def test_a_submission_whose_answer_is_lost_is_found_and_not_sent_again(ser
     request = {"submission_id": "demo-a1", "entrypoint": "true", "metadata": {"rollhook_run_id": "demo"}}
     assert await client.submit_once(request, seconds=5) == "demo-a1"
     assert len(had) == 1
+    with pytest.raises(Unreachable):
+        await asyncio.wait_for(RayJobs("http://127.0.0.1:9").submit_once(request), 5)
     with pytest.raises(Unreachable):  # somebody else's job of that id
         await client.submit_once(request | {"metadata": {"rollhook_run_id": "other"}}, seconds=0)
 

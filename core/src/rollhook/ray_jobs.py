@@ -130,7 +130,9 @@ class RayJobs:
         """
         try:
             return await self.submit(request)
-        except Unreachable:
+        except Unreachable as error:
+            if isinstance(error.__cause__, aiohttp.ClientConnectorError):  # it was not even sent
+                raise
             deadline = time.monotonic() + seconds
             while True:
                 try:
