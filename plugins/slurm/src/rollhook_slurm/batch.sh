@@ -92,8 +92,10 @@ fi
 if [ -r "$dir/exit_code" ]; then
     read -r code < "$dir/exit_code"
 else
-    [ -e "$up/failure" ] || cp "$up/nodes/$head.failed" "$up/failure" 2>/dev/null || [ -n "$told" ] ||
-        echo "the head's step on $head ended with exit code $code before the driver began; see $dir/logs/steps.log and nodes/$head.log" > "$up/failure"
+    [ -e "$up/failure" ] || cp "$up/nodes/$head.failed" "$up/failure" 2>/dev/null || [ -n "$told" ] || {
+        [ -e "$up/ready" ] && when="and left no exit code of the driver" || when="before the driver began"
+        echo "the head's step on $head ended with exit code $code $when; see $dir/logs/steps.log and nodes/$head.log" > "$up/failure"
+    }
     if [ -n "$told" ]; then
         code=${stopped_code:-143}
         echo "$told" > "$dir/signalled"

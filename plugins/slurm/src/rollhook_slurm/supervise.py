@@ -51,12 +51,13 @@ START_SECONDS = 90.0
 LOST_SECONDS = 90.0
 WORKER = "worker_node"
 
-#: prints the nodes of the cluster as JSON, a line each second until its input ends
+#: prints the nodes of the cluster each second until its input ends; Ray prints errors of others there, too
 WATCH = """
 import json, select, sys, ray
 ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
 while True:
-    print(json.dumps([[n["NodeName"], n["Resources"]] for n in ray.nodes() if n["Alive"]]), flush=True)
+    nodes = [[n["NodeName"], n["Resources"]] for n in ray.nodes() if n["Alive"]]
+    print("nodes", json.dumps(nodes), flush=True)
     if select.select([0], [], [], 1)[0]:
         break
 """
@@ -246,8 +247,10 @@ class Node:
         said = ""
         try:
             for line in lines(watch):
-                if line:
-                    seen = dict(json.loads(line))
+                if line.startswith("nodes "):
+                    seen = dict(json.loads(line.removeprefix("nodes ")))
+                elif line:
+                    self.say(line)
                 there = sum(each.get("GPU", 0) for each in seen.values())
                 now = f"{len(seen)} of {nodes} nodes, {there:g} of {gpus} GPUs"
                 if now != said and seen:

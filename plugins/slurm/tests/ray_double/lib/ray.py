@@ -12,6 +12,7 @@ def init(address, **_):
 
 
 def nodes():
+    print("(raylet, ip=192.0.2.7) what Ray prints of others")
     with socket.create_connection(_ADDRESS[0], timeout=10) as connection:
         connection.sendall(b"list\n")
         return json.loads(connection.makefile().readline())
