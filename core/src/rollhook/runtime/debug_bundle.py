@@ -23,11 +23,13 @@ MOST_BYTES = 4 << 20
 _TOP = ("recipe.yaml", "recipe.lock.yaml", "metrics.jsonl", "result.json")
 #: below an attempt: patterns of what is packed
 _OF_ATTEMPT = ("*.json", "*.jsonl", "exit_code", "signalled", "logs/**/*", "debug/**/*", "job/**/*")
-_NAME = r"(?:[A-Za-z0-9_]*_)?(?:TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY|CREDENTIALS?)"
+_NAME = r"(?:[A-Za-z0-9_-]*[_-])?(?:TOKEN|SECRET|PASSWORD|PASSWD|API[_-]?KEY|ACCESS[_-]?KEY|CREDENTIALS?)"
 _SECRET_NAME = re.compile(rf"{_NAME}$", re.IGNORECASE)
-_ASSIGNED = re.compile(
-    rf"(\b{_NAME}[\"']?\s*[=:]\s*[\"']?)(?!(?:env|file|k8s):|\$|null\b|[\"'\s])([^\s\"',;]+)", re.IGNORECASE
-)
+_VALUE = r"\"[^\"\n]*\"|'[^'\n]*'|[^\s\"',;]+"
+_ASSIGNED = re.compile(rf"(\b{_NAME}[\"']?\s*[=:]\s*)({_VALUE})", re.IGNORECASE)
+#: what may stand there: nothing, a reference, a variable
+_HARMLESS = re.compile(r"[\"']?(?:(?:env|file|k8s):.*|\$.*|null|none|)[\"']?", re.IGNORECASE)
+_USER = re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^/\s@]+@", re.IGNORECASE)
 _BEARER = re.compile(r"(\b(?:Bearer|Basic)\s+)[A-Za-z0-9._~+/=-]{8,}")
 _REFERENCE = re.compile(r"\b(?:env:[A-Za-z_]\w*|file:[^\s\"',]+)")
 
@@ -69,7 +71,16 @@ def masked(text: str, values: list[str]) -> str:
     for value in values:
         text = text.replace(value, MASK)
     text = _BEARER.sub(rf"\1{MASK}", text)
-    return _ASSIGNED.sub(rf"\1{MASK}", text)
+    text = _USER.sub(rf"\1{MASK}@", text)
+    return _ASSIGNED.sub(_mask_value, text)
+
+
+def _mask_value(found: re.Match[str]) -> str:
+    name, value = found.groups()
+    if _HARMLESS.fullmatch(value):
+        return str(found[0])
+    quote = value[0] if value[0] in "\"'" else ""
+    return f"{name}{quote}{MASK}{quote}"
 
 
 def secret_values(run: RunDir) -> list[str]:
