@@ -70,7 +70,7 @@ class TestByExec(LauncherContract):
 class TestAsRayJobs(LauncherContract):
     @pytest.fixture
     def make_launcher(self, real: Real) -> MakeLauncher:
-        return lambda: launcher(**real.keys(clusters={"training": SMALL}, ttl_seconds=30))
+        return lambda: launcher(**real.keys(clusters={"training": SMALL}, ttl_seconds=600))
 
     @pytest.fixture
     def site(self, real: Real, make_launcher: Any) -> LauncherSite:

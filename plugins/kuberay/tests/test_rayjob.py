@@ -86,11 +86,11 @@ async def test_the_cluster_goes_when_the_job_has_ended_and_the_rayjob_stays(
     assert (await ended(launcher, handle)).state == "succeeded"
     await until(lambda: not double.objects("RayCluster", namespace))
     assert double.objects("RayJob", namespace)
-    with pytest.raises(
-        LauncherError, match=rf"output with it; it is kept in /runs/{run_id}/attempts/1/logs/driver\.log"
-    ):
-        async for _ in launcher.logs(handle, follow=True):
+    kept = f"output with it; it is kept in /runs/{run_id}/attempts/1/logs/driver.log"
+    with pytest.raises(LauncherError, match=kept):
+        async for _ in launcher.logs(handle):
             pass
+    assert kept in b"".join([chunk async for chunk in launcher.logs(handle, follow=True)]).decode()
 
 
 @pytest.mark.parametrize(

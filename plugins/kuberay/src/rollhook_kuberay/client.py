@@ -266,7 +266,7 @@ class Kubernetes:
             except asyncio.CancelledError:
                 pass  # by us, at the end of the forward: asyncio would print it
             except Exception as error:  # noqa: BLE001 - the client sees its connection end
-                logger.warning("port-forward to port %d: %s", port, _failed("forward", error))
+                logger.info("port-forward to port %d: %s", port, _failed("forward", error))
             finally:
                 running.discard(task)
                 writer.close()

@@ -150,8 +150,13 @@ async def logs(site: Site, handle: Handle, port: Port, *, follow: bool) -> Async
                 if isinstance(error, KubeError) and error.kind != "retryable":
                     raise
         if over or not follow:
-            async for chunk in _kept(site, handle, port, given, over=over):
-                yield chunk
+            try:
+                async for chunk in _kept(site, handle, port, given, over=over):
+                    yield chunk
+            except LauncherError as error:
+                if not follow:
+                    raise
+                yield f"rollhook: {error}\n".encode()  # who follows until the end has reached it
             return
         await asyncio.sleep(site.keys.poll_seconds)
 

@@ -43,7 +43,8 @@ elif [ -n "$pid" ] && [ "$(cut -d ' ' -f 3 /proc/$pid/stat 2>/dev/null || echo Z
 elif [ -f $d/{code} ]; then echo "ended $(cat $d/{code}) $(cat $d/{signalled} 2>/dev/null)"
 elif [ -n "$pid" ]; then echo gone; else echo absent; fi
 """
-#: TERM to all of a session, three seconds, KILL to what is left of it; then say so where nobody else could
+#: TERM to all of a session; after two seconds KILL to all but the script itself, which reaps and records, and
+#: after nine to that as well; then say so where nobody else could
 _END = """\
 import os, signal, sys, time
 def session(pid):
@@ -52,18 +53,23 @@ def session(pid):
         return None if state == "Z" else int(sid)
     except (OSError, ValueError, IndexError):
         return None
-def tell(number, sid):
+def tell(number, sid, leader=True):
     mine = [int(each) for each in os.listdir("/proc") if each.isdigit() and session(each) == sid]
     for pid in mine:
-        try:
-            os.kill(pid, number)
-        except OSError:
-            pass
+        if leader or pid != sid:
+            try:
+                os.kill(pid, number)
+            except OSError:
+                pass
     return mine
 sid = int(open(sys.argv[1]).read())
-end = time.monotonic() + 3
-while tell(signal.SIGTERM if time.monotonic() < end else signal.SIGKILL, sid):
-    time.sleep(0.5)
+begun = time.monotonic()
+tell(signal.SIGTERM, sid)
+while tell(0, sid):
+    took = time.monotonic() - begun
+    if took > 2:
+        tell(signal.SIGKILL, sid, leader=took > 9)
+    time.sleep(0.3)
 beside = os.path.join(os.path.dirname(sys.argv[1]), "directory")
 if os.path.exists(beside):
     job = open(beside).read()
