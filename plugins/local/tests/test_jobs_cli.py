@@ -89,7 +89,9 @@ def test_a_job_that_fails(jobs: Jobs, capfd: pytest.CaptureFixture[str]) -> None
     assert (json.loads(out)["status"], json.loads(out)["exit_code"]) == ("failed", 9)
     assert "exit code 9" in err
     assert call(capfd, "jobs", "status", "bad")[0] == 1
-    assert call(capfd, "jobs", "stop", "bad")[0] == 0, "stopping what has ended is no error"
+    code, out, _ = call(capfd, "jobs", "stop", "bad", "--json")
+    assert code == 0, "stopping what has ended is no error"
+    assert json.loads(out)["said"] == ["Job bad-a1 has ended already: failed."]
 
 
 def test_a_job_that_is_stopped_is_no_success(jobs: Jobs, capfd: pytest.CaptureFixture[str]) -> None:

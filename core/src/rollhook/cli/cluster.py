@@ -73,13 +73,18 @@ def down(
     wait: Wait = True,
     timeout: Timeout = 300.0,
     yes: Yes = False,
+    json: Json = False,
 ) -> None:
     """End the clusters of a recipe, and nothing else. What is not there is no error."""
     from rollhook.launcher import ClusterOptions
 
     clusters, targets = _clusters(recipe, overrides, target)
     options = ClusterOptions(wait=wait, timeout=timeout, old=old, confirm=_confirm(yes))
-    for line in asyncio.run(clusters.cluster_down(targets, options, _say)) or ["There was nothing to end."]:
+    ended = list(asyncio.run(clusters.cluster_down(targets, options, _say)))
+    if json:
+        as_json(ended)
+        return
+    for line in ended or ["There was nothing to end."]:
         typer.echo(one_line(line))
 
 

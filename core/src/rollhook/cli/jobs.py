@@ -145,20 +145,34 @@ def stop(
     ] = False,
     attempt: Attempt = None,
     timeout: Timeout = None,
+    json: Json = False,
 ) -> None:
     """Stop a run's job: it may write its checkpoint first, unless forced. One that has ended is no error."""
     from rollhook.cli.watching import watch_job
+    from rollhook.runtime.jobs import TIMEOUT
 
     found, record, launcher = _open(run, attempt)
     handle = _handle(record)
-    _say(asyncio.run(launcher.stop(handle, force=force)))
+    said = [asyncio.run(launcher.stop(handle, force=force))]
+    _say(said[0])
+    code = None
     if wait or cleanup or timeout is not None:
         code = watch_job(found, record, launcher, _say, timeout, as_json=False, show_log=False)
-        if code == 124:
-            raise typer.Exit(code)
-    if cleanup:
-        for line in asyncio.run(launcher.cleanup(handle)) or ["There is nothing to remove."]:
+    if cleanup and code != TIMEOUT:
+        removed = asyncio.run(launcher.cleanup(handle)) or ["There is nothing to remove."]
+        for line in removed:
             _say(line)
+        said += removed
+    if json:
+        as_json(
+            {
+                "run_id": record.run_id,
+                "job_id": record.job_id,
+                "said": said,
+                "waited_too_long": code == TIMEOUT,
+            }
+        )
+    raise typer.Exit(TIMEOUT if code == TIMEOUT else 0)
 
 
 def _open(reference: str, attempt: int | None) -> tuple[RunDir, Record, Launcher]:
