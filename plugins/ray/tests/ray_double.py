@@ -3,7 +3,7 @@
 It answers at the real ports with the real endpoints' JSON. Nodes of one machine know of each other by files
 in the temporary directory. Each has a child in a session of its own with an empty environment, as workers of
 Ray may be. DOUBLE_FAIL, DOUBLE_MUTE and DOUBLE_STUBBORN name nodes that do not start, never join, and ignore
-TERM; DOUBLE_SLOW one that takes a while; DOUBLE_LATE one that runs into Ray's own limit, the first time.
+TERM; DOUBLE_HELD one that waits for a file `go`; DOUBLE_LATE one that runs into Ray's own limit, once.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def main() -> None:
     if named("LATE", node) and not late.exists():
         late.touch()
         sys.exit("Exception: The current node timed out during startup. This could happen because ...")
-    if named("SLOW", node):
-        time.sleep(1.5)
+    while named("HELD", node) and not (temp.parent / "go").exists():
+        time.sleep(0.02)
     if named("STUBBORN", node):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     joined = temp / "joined"

@@ -72,6 +72,11 @@ def belonging() -> list[int]:
     return [each.pid for state in states for each in clusters_node.belonging(state, table)]
 
 
+def let_go(short: Path) -> None:
+    """Let nodes that are held come up."""
+    (next(short.glob("rh-*")) / "go").touch()
+
+
 def gone(pids: list[int]) -> bool:
     return not any(clusters_node.process(pid) for pid in pids)
 
@@ -149,9 +154,9 @@ asyncio.run(launcher.cluster_up([], ClusterOptions(), print))
 
 @pytest.mark.parametrize("node", ["head", "worker-0"])
 async def test_kill_9_half_way_leaves_what_down_ends_and_up_completes(
-    site: Site, tmp_path: Path, node: str
+    site: Site, short: Path, tmp_path: Path, node: str
 ) -> None:
-    site.keys["python"] = double_python(tmp_path, SLOW=node)
+    site.keys["python"] = double_python(tmp_path, HELD=node)
     argv = [sys.executable, "-c", _BRING_UP, json.dumps(site.keys), str(tmp_path)]
     bringing = subprocess.Popen(argv, stdout=subprocess.DEVNULL)
     until(lambda: "keeper" in clusters_node.read_states("mvp").get(node, {}))
@@ -163,6 +168,7 @@ async def test_kill_9_half_way_leaves_what_down_ends_and_up_completes(
         assert len(await site.down()) == 2
         assert gone(pids)
         return
+    let_go(short)
     await site.up()
     assert sum("runs already" in line for line in site.said) == 1
     pids = belonging()
@@ -192,11 +198,14 @@ async def test_a_node_that_ran_into_rays_own_limit_is_started_once_more(site: Si
     await site.down(python=python)
 
 
-async def test_without_waiting_it_returns_once_all_are_started(site: Site, tmp_path: Path) -> None:
-    python = double_python(tmp_path, SLOW="worker-1")
+async def test_without_waiting_it_returns_once_all_are_started(
+    site: Site, short: Path, tmp_path: Path
+) -> None:
+    python = double_python(tmp_path, HELD="worker-1")
     assert (await site.up(wait=False, python=python)).state == "pending"
     assert site.said[-1].startswith("worker-1: started after")
     assert (await site.status(python=python)).state == "degraded"
+    let_go(short)
     assert (await site.up(python=python)).state == "ready"
     await site.down(python=python)
 
@@ -248,13 +257,28 @@ def test_only_a_directory_of_the_clusters_own_nonce_is_removed(
     assert sorted(short.rglob("*")) == before
 
 
+async def test_nodes_of_another_machine_with_the_same_home_are_let_be(site: Site) -> None:
+    await site.up()
+    path = Path(clusters_node.state_file("mvp", "worker-1"))
+    state = json.loads(path.read_text())
+    keeper = clusters_node.keeper_of(state)
+    assert keeper is not None
+    other = {"machine": "gpu-7/0123", "keeper": state["keeper"] | {"boot": "another"}}
+    path.write_text(json.dumps(state | other))
+    assert (await site.status()).message == "worker-1 is missing"
+    assert [line.split()[1] for line in await site.down()] == ["worker-0", "head"]
+    assert path.exists()
+    assert clusters_node.process(keeper.pid) == keeper
+    path.write_text(json.dumps(state))
+
+
 async def test_changed_keys_are_told_and_recreate_replaces_what_differs(site: Site) -> None:
     await site.up()
     head = clusters_node.read_states("mvp")["head"]["keeper"]
     changed = {"worker_resources": {"worker_node": 7}}
     with pytest.raises(LauncherError, match=r"worker-0 runs with other keys.*worker-1.*--recreate"):
         await site.up(**changed)
-    with pytest.raises(LauncherError, match=r"worker-1 runs and is not in the recipe any more"):
+    with pytest.raises(LauncherError, match=r"worker-1 runs where the recipe does not have it any more"):
         await site.up(workers=1)
     await site.up(recreate=True, workers=1, **changed)
     states = clusters_node.read_states("mvp")
@@ -280,13 +304,14 @@ async def test_a_taken_port_is_told_with_its_holder_and_key(site: Site) -> None:
         holder.wait()
 
 
-async def test_two_at_once_do_not_race(site: Site, tmp_path: Path) -> None:
-    site.keys["python"] = double_python(tmp_path, SLOW="head")
+async def test_two_at_once_do_not_race(site: Site, short: Path, tmp_path: Path) -> None:
+    site.keys["python"] = double_python(tmp_path, HELD="head")
     first = asyncio.ensure_future(site.launcher().cluster_up([], ClusterOptions(), lambda line: None))
     while "head" not in clusters_node.read_states("mvp"):
         await asyncio.sleep(0.02)
     with pytest.raises(LauncherError, match="another `rollhook cluster up` or `down` of mvp is at work"):
         await site.up()
+    let_go(short)
     await first
     await site.down()
 
@@ -349,7 +374,6 @@ async def test_over_ssh_it_comes_up_is_kept_and_ends(hosts: Site, server: Sshd) 
     info = await hosts.up()
     assert (info.state, info.nodes) == ("ready", 3)
     pids = belonging()
-    assert [state["host"] for state in clusters_node.read_states("mvp").values()]
     argv = [clusters_node.arguments(pid) for pid in pids]
     token = token_path("mvp").read_text()
     assert not any(token in each for arguments in argv for each in arguments)
@@ -440,7 +464,7 @@ async def test_a_host_without_ray_is_told_and_install_puts_the_pinned_packages_t
     await _installed(hosts, python, install)
     shown = subprocess.run([python, "-m", "pip", "list"], capture_output=True, text=True, check=True).stdout
     assert [line.split() for line in shown.splitlines() if line.startswith("ray")] == [["ray", "2.51.0"]]
-    assert any("installing ray on 127.0.0.2" in line for line in hosts.said)
+    assert len([line for line in hosts.said if line.startswith("installing ray on 127.0.0.")]) == 1
     assert any("Successfully installed ray-2.51.0" in line for line in hosts.said)
     with pytest.raises(
         LauncherError, match=r"host 127.0.0.3: it has Ray .* and the head has Ray 2.51.0 and "

@@ -35,9 +35,11 @@ from rollhook_ray.clusters_node import (
     here,
     keeper_of,
     locked,
+    machine,
     processes,
     read_states,
     state_file,
+    states_here,
     temporary,
     write,
 )
@@ -71,7 +73,7 @@ def start(request: dict[str, Any]) -> dict[str, Any]:
             "stop_seconds",
         )
         state = {name: request[name] for name in names}
-        state.update({"schema": 1, "started": time.time(), "host": socket.gethostname()})
+        state.update({"schema": 1, "started": time.time(), "machine": machine()})
         if request["token"] is not None:
             write(os.path.join(home, "token"), request["token"])
             state["env"]["RAY_AUTH_TOKEN_PATH"] = os.path.join(home, "token")
@@ -116,7 +118,7 @@ def stop(request: dict[str, Any]) -> list[dict[str, Any]]:
     cluster, done = request["cluster"], []
     for node in request["nodes"]:
         with locked(cluster, node):
-            state = read_states(cluster).get(node)
+            state = states_here(cluster).get(node)
             if state is None or state["nonce"] != request["nonce"]:
                 continue
             done.append(end_node(state))
@@ -174,7 +176,7 @@ def probe(request: dict[str, Any]) -> dict[str, Any]:
     """Say what is here: the machine, Python and Ray, nodes of the cluster, taken ports, older deployments."""
     cluster, table = request["cluster"], processes()
     nodes, ours = {}, set()
-    for name, state in read_states(cluster).items():
+    for name, state in states_here(cluster).items():
         group = belonging(state, table)
         ours |= {each.pid for each in group}
         keeper = keeper_of(state)

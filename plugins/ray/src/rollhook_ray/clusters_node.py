@@ -21,6 +21,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import stat
 import sys
 import time
@@ -145,6 +146,15 @@ def here() -> dict[str, str]:
     return {"boot": boot, "pids": os.readlink("/proc/self/ns/pid"), "net": os.readlink("/proc/self/ns/net")}
 
 
+def machine() -> str:
+    """Return what this machine is called, also after it has been started anew."""
+    try:
+        with open("/etc/machine-id", encoding="ascii") as stream:
+            return socket.gethostname() + "/" + stream.read().strip()
+    except OSError:
+        return socket.gethostname()
+
+
 def keeper_of(state: dict[str, Any]) -> Process | None:
     """Return the keeper that a node's state names, if that very process is alive on this machine."""
     known = state.get("keeper") or {}
@@ -235,8 +245,13 @@ def write(path: str, text: str) -> None:
     os.replace(temporary, path)
 
 
+def states_here(cluster: str) -> dict[str, dict[str, Any]]:
+    """Return what is known of a cluster's nodes of this machine; others may have the same home."""
+    return {name: state for name, state in read_states(cluster).items() if state["machine"] == machine()}
+
+
 def read_states(cluster: str) -> dict[str, dict[str, Any]]:
-    """Return what is known of a cluster's nodes on this host, by node."""
+    """Return what is known of a cluster's nodes in this home, by node."""
     found = {}
     for path in sorted(glob.glob(os.path.join(clusters_directory(), cluster, "nodes", "*.json"))):
         try:
@@ -269,7 +284,7 @@ def end_node(state: dict[str, Any]) -> dict[str, Any]:
     killed = end(group, 2 * state["stop_seconds"] + 2 if keeper else state["stop_seconds"], keeper)
     late = belonging(state, processes())
     killed += end(late, state["stop_seconds"])
-    others = read_states(state["cluster"]).values()
+    others = states_here(state["cluster"]).values()
     if not any(each["nonce"] == state["nonce"] and each["node"] != state["node"] for each in others):
         _remove_temporary(state)
     with contextlib.suppress(FileNotFoundError):

@@ -24,7 +24,7 @@ from rollhook_ray.clusters_node import (
     forget,
     locked,
     process,
-    read_states,
+    states_here,
 )
 
 _SESSION = re.compile(r"(/[^\s=:]+/session_\d{4}-[0-9_-]+)")
@@ -40,7 +40,7 @@ def find_old(
     found = []
     for path in sorted(glob.glob(os.path.join(clusters_directory(), "*", "nodes"))):
         name = os.path.basename(os.path.dirname(path))
-        states = [each for each in read_states(name).values() if name != cluster or each["nonce"] != nonce]
+        states = [each for each in states_here(name).values() if name != cluster or each["nonce"] != nonce]
         groups = [belonging(each, table) for each in states]
         ours = ours | {each.pid for group in groups for each in group}
         if states:
@@ -102,7 +102,7 @@ def remove_old(request: dict[str, Any]) -> list[str]:
     removed = []
     for each in request["old"]:
         if each["kind"] == "cluster":
-            states = read_states(each["cluster"])
+            states = states_here(each["cluster"])
             for node, nonce in each["nodes"]:
                 if states.get(node, {}).get("nonce") == nonce:
                     with locked(each["cluster"], node):

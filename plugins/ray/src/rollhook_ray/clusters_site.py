@@ -113,7 +113,9 @@ class Site:
             "constraints": constraints,
             "options": list(keys.options),
         }
-        hosts = dict.fromkeys(node.host for node in self.nodes)
+        # one Python of one machine once, however often it is named
+        once = {(*place(self.seen[n.host]), self.machines[n.host].python): n.host for n in self.nodes}
+        hosts = list(once.values())
         for host in hosts:
             self.say(f"installing {', '.join(packages)} on {called(host)}")
         work = {called(h): self._call(h, request, seconds=INSTALL_SECONDS, say=self.say) for h in hosts}
@@ -125,9 +127,10 @@ class Site:
         changed = [n for n in self.nodes if self._runs(n) and self._spec(n) != n.spec(self.keys)]
         names = {node.name for node in self.nodes}
         surplus = {name for seen in self.seen.values() for name in self._ours(seen)} - names
+        surplus |= self._moved()
         if (changed or surplus) and not recreate:
             other = [f"{node.name} runs with other keys than the recipe's" for node in changed]
-            other += [f"{name} runs and is not in the recipe any more" for name in sorted(surplus)]
+            other += [f"{name} runs where the recipe does not have it any more" for name in sorted(surplus)]
             raise LauncherError(f"{'; '.join(other)}; --recreate replaces what differs", kind="user")
         head = self.nodes[0]
         ends = {node.name for node in changed} | surplus
@@ -236,6 +239,17 @@ class Site:
             for each in await self._told("ending nodes on", work):
                 done += each
         return done
+
+    def _moved(self) -> set[str]:
+        """Return the nodes that run on another machine than the recipe has them on."""
+        there = {node.name: self.seen.get(node.host) for node in self.nodes}
+        found = set()
+        for seen in self.seen.values():
+            for name in self._ours(seen):
+                wanted = there.get(name)
+                if wanted is not None and place(wanted) != place(seen) and seen["nodes"][name]["pid"]:
+                    found.add(name)
+        return found
 
     def _ours(self, seen: Mapping[str, Any]) -> list[str]:
         return [name for name, node in seen["nodes"].items() if node["nonce"] == self.record.nonce]
