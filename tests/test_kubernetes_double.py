@@ -14,6 +14,7 @@ import aiohttp
 import pytest
 from doubles.kubernetes import patch, resources, spdy
 from doubles.kubernetes.client import Cluster, cluster
+from doubles.kubernetes.store import Store
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -116,6 +117,8 @@ async def test_objects_are_created_once_and_changed_only_from_their_newest_versi
     assert "the object has been modified" in told["message"]
     again = await ask("PUT", f"{maps(space)}/a", newer)
     assert again[1]["metadata"]["resourceVersion"] == newer["metadata"]["resourceVersion"]
+    async with ask.session.get(f"{ask.double.url}{maps(space)}/b", headers=ask.headers) as answer:
+        assert answer.headers["Content-Type"] == "application/json"  # as it is, or lightkube reads no Status
     status, told = await ask("GET", f"{maps(space)}/b")
     assert (status, told["reason"], told["details"]) == (404, "NotFound", {"name": "b", "kind": "configmaps"})
     status, told = await ask("POST", maps("nowhere"), config_map("a"))
@@ -501,6 +504,24 @@ async def test_a_forward_carries_bytes_refuses_a_closed_port_and_drops_when_told
             assert kinds[-1] in (aiohttp.WSMsgType.CLOSED, aiohttp.WSMsgType.ERROR)
     status, told = await ask("GET", f"{path}/portforward")
     assert (status, told["message"]) == (400, "Upgrade request required")
+
+
+@pytest.mark.parametrize("steps", range(4))
+async def test_who_waits_for_changes_can_be_ended_while_one_comes(steps: int) -> None:
+    store, spaces = Store(), resources.named("namespaces")
+
+    async def follow() -> None:
+        while True:
+            await store.wait(10)
+
+    task = asyncio.create_task(follow())
+    await asyncio.sleep(0.01)
+    store.create(spaces, "", {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "n"}})
+    for _ in range(steps):
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait({task}, timeout=5)
+    assert task.cancelled()
 
 
 async def eventually(condition: Any) -> None:

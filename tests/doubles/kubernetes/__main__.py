@@ -75,6 +75,7 @@ async def serve(directory: Path) -> None:
 
     def heard() -> None:
         if not os.read(0, 4096):
+            loop.remove_reader(0)
             stop.set()
 
     loop.add_reader(0, heard)

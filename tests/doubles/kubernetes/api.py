@@ -72,10 +72,10 @@ class Api:
                 if found is None:
                     request["entry"]["miss"] = True
                     raise ApiError(404, "the server could not find the requested resource")
-                return found if isinstance(found, web.Response) else web.json_response(found)
+                return found if isinstance(found, web.Response) else _reply(found)
             return await self._resource(request, target)
         except ApiError as error:
-            return web.json_response(error.body, status=error.code)
+            return _reply(error.body, status=error.code)
 
     def _authenticate(self, request: web.Request) -> None:
         said = request.headers.get("Authorization", "")
@@ -117,9 +117,9 @@ class Api:
         if verb == "watch":
             return await self._watch(request, target)
         if verb == "list":
-            return web.json_response(self._list(request, target))
+            return _reply(self._list(request, target))
         if verb == "get":
-            return web.json_response(self.world.store.get(*target.key))
+            return _reply(self.world.store.get(*target.key))
         if resource.namespaced and not target.namespace:
             raise ApiError(405, "the server does not allow this method on the requested resource")
         return await self._write(request, target, verb)
@@ -232,7 +232,7 @@ class Api:
         if query.get("dryRun") == "All":
             store = Store(dict(store.objects), version=store.version)
         if verb in ("delete", "deletecollection"):
-            return web.json_response(self._delete(request, target, _body(request, raw or b"{}") or {}, store))
+            return _reply(self._delete(request, target, _body(request, raw or b"{}") or {}, store))
         media, body = request.content_type, _body(request, raw)
         manager = query.get("fieldManager") or request.headers.get("User-Agent", "unknown").partition("/")[0]
         if verb == "create":
@@ -251,7 +251,7 @@ class Api:
             new["metadata"].pop("managedFields", None)
         warnings = self._admit(request, target, new, old)
         kept = store.replace(target.key, new, manager=manager, subresource=target.subresource)
-        return web.json_response(kept, headers=warnings)
+        return _reply(kept, headers=warnings)
 
     def _create(
         self, request: web.Request, target: Target, body: Object, store: Store, manager: str
@@ -259,7 +259,7 @@ class Api:
         resource = target.resource
         body.setdefault("metadata", {})
         if resource.plural.startswith("self"):
-            return web.json_response(self._review(request, body), status=201)
+            return _reply(self._review(request, body), status=201)
         self._same(target, body)
         if body["metadata"].get("resourceVersion"):
             raise ApiError(500, "resourceVersion should not be set on objects to be created")
@@ -269,7 +269,7 @@ class Api:
         made = store.create(resource, target.namespace, body, manager)
         if resource.kind == "Namespace" and store is self.world.store:
             self.world.complete_namespace(made["metadata"]["name"])
-        return web.json_response(made, status=201, headers=warnings)
+        return _reply(made, status=201, headers=warnings)
 
     def _apply(self, request: web.Request, target: Target, body: Object, store: Store) -> web.Response:
         manager = request.query.get("fieldManager")
@@ -284,11 +284,11 @@ class Api:
         new = patch.apply(target.resource, live, body, manager, force)
         warnings = self._admit(request, target, new, live)
         if live is None:
-            return web.json_response(
+            return _reply(
                 store.create(target.resource, target.namespace, new, manager), status=201, headers=warnings
             )
         kept = store.replace(target.key, new, manager=manager, subresource=target.subresource)
-        return web.json_response(kept, headers=warnings)
+        return _reply(kept, headers=warnings)
 
     def _patched(self, resource: Resource, old: Object, body: Any, media: str) -> Object:
         if media == "application/merge-patch+json":
@@ -369,6 +369,12 @@ class Api:
             request["user"], asked.get("verb", ""), asked.get("group", ""), plural, asked.get("namespace", "")
         )
         return {**body, "status": {"allowed": may, **({} if may else {"reason": "no RBAC policy matched"})}}
+
+
+def _reply(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    """Return JSON without a charset, which some clients look for."""
+    body = json.dumps(data).encode()
+    return web.Response(body=body, status=status, headers=headers, content_type="application/json")
 
 
 def _body(request: web.Request, raw: bytes) -> Any:

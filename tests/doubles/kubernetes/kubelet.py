@@ -343,7 +343,8 @@ class Kubelet:
         if run.process is not None and run.process.returncode is None and run.machine is not None:
             run.machine.kill(run.process, signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(run.process.wait(), max(0.2, grace * self.world.options.second))
+                async with asyncio.timeout(max(0.2, grace * self.world.options.second)):
+                    await run.process.wait()
         if self.world.store.find(*run.key) is not None:
             self.world.store.delete(run.key, grace=0)
 

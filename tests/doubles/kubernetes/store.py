@@ -234,8 +234,9 @@ class Store:
 
     async def wait(self, seconds: float) -> None:
         """Return at the next change or after so long."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._news.wait(), seconds)
+        with contextlib.suppress(TimeoutError):  # wait_for loses a cancellation before Python 3.12
+            async with asyncio.timeout(seconds):
+                await self._news.wait()
 
     def _take(self, key: Key, last: Object) -> Object:
         before = self.objects.pop(key)

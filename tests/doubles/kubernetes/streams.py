@@ -91,7 +91,8 @@ async def _log(request: web.Request, pod: Object, container: Object, run: Run | 
         if not follow or log.ended or request.transport is None or sent == left:
             break
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(news.wait(), 1.0)
+            async with asyncio.timeout(1.0):
+                await news.wait()
     return response
 
 
@@ -139,7 +140,8 @@ async def _exec(
             waiting.cancel()
             return socket
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(pumps), 1.0)
+            async with asyncio.timeout(1.0):
+                await asyncio.shield(pumps)
         await socket.send_bytes(b"\x03" + json.dumps(_ended(waiting.result(), argv)).encode())
         await socket.close()
     finally:
