@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 import time
@@ -82,6 +84,38 @@ async def test_actors_are_on_every_node_with_its_credentials_and_nothing_is_left
     assert not list(slurm.root.glob("rh*-*"))
     left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
     assert f"{slurm.root}/rh" not in left
+
+
+@pytest.mark.nightly
+def test_ray_symmetric_run_takes_our_options_and_keeps_the_code(tmp_path: Path) -> None:
+    """In a namespace of its own, for it refuses a host on which any Ray runs, and ends all of them."""
+    needs_part("root", "unshare")
+    directory = tmp_path / "runs/sym/attempts/1"
+    config = SlurmLauncherConfig(
+        strategy="symmetric", object_store_bytes=STORE, cpus_per_node=1, join_seconds=90
+    )
+    job = Job("sym", 1, str(directory), "echo at $RAY_ADDRESS; exit 9", resources=Resources(1, 2))
+    for name, text in SlurmLauncher(config, build_context(tmp_path)).plan(job).files.items():
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text(text)
+    (directory / "slurm/up/nodes").mkdir(parents=True)
+    (directory / "logs/nodes").mkdir(parents=True)
+    environ = {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "HOME": os.environ["HOME"],
+        "ROLLHOOK_JOB_DIR": str(directory),
+        "ROLLHOOK_JOB_FILES": str(directory / "job"),
+        "ROLLHOOK_SLURM_JOB": "3",
+        "SLURMD_NODENAME": "n1",
+        "SLURM_NODEID": "0",
+    }
+    argv = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    argv += ["bash", str(directory / "slurm/node.sh"), "symmetric"]
+    done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=200, check=False)
+    said = (directory / "logs/nodes/n1.log").read_text()
+    assert done.returncode == 9, (done, said)
+    assert read_exit_code(directory) == 9
+    assert re.search(r"at [\d.]+:\d+", (directory / LOG).read_text())
 
 
 #: the quickstart with a model that knows nothing, an engine and a rollout worker for each node
