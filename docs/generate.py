@@ -60,6 +60,7 @@ INTERFACES = [
 #: verbs that the plugins of this repository add
 ADDED = {
     "code": ("rollhook_ray.verbs.code:app", "Keep versions of code on shared storage."),
+    "dev": ("rollhook_kuberay.dev:app", "Keep a pod on Kubernetes to work in."),
     "serve": ("rollhook_tools.serve.command:serve", "Serve an environment to the clients of others."),
     "workload": ("rollhook_ray.verbs.workload:app", "Run verl's workloads on a Ray cluster."),
 }
@@ -83,6 +84,8 @@ A recipe says what a run does; these only say where things are on this machine.
 | `ROLLHOOK_JOB_DIR`, `ROLLHOOK_JOB_FILES` | Set in a job: its attempt's directory, and its script's. |
 | `ROLLHOOK_SIGNALS` | Set for a moment by a job's script that was started with interrupts ignored. |
 | `ROLLHOOK_SLURM_JOB`, `ROLLHOOK_SLURM_NODE`, `ROLLHOOK_SLURM_NODES`, `ROLLHOOK_SLURM_INDEX`, `ROLLHOOK_SLURM_CPUS` | Set on the nodes of a Slurm job, where SLURM_... are not: its number, the node, all nodes, the place among them, CPUs. |
+| `ROLLHOOK_CLUSTER_NODE` | Set for all that `rollhook cluster up` starts on a node, by which it is found again. |
+| `ROLLHOOK_USER` | Owner of what is made on Kubernetes, in place of the account's name. |
 | `ROLLHOOK_TELLS_ALL` | Set for a job's script by launchers whose scheduler signals every process of it: the script does not do it again. |
 | `ROLLHOOK_WORKER_RESOURCE` | Set by launchers: a Ray resource that only nodes for work have. |
 | `ROLLHOOK_CACHE` | Packs and what else is kept, in place of `$XDG_CACHE_HOME/rollhook`; a job on a Ray cluster sets it to `<storage.root>/.cache`. |
