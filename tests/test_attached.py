@@ -184,6 +184,15 @@ async def test_what_is_placed_on_a_cluster_that_is_there(tmp_path, cluster, monk
         assert joined.placement.address == "{host}"
     finally:
         await joined.stop()
+    # where no resource is named, a head without CPUs takes nothing either
+    joined = await Cluster.attach(cluster.address, tmp_path, env={"PYTHONPATH": str(tmp_path)})
+    try:
+        parts = await asyncio.gather(*(joined.place(part, name=f"part-{number}") for number in range(3)))
+        assert {each.host for each in parts} == {"127.0.0.2", "127.0.0.3"}
+    finally:
+        await joined.stop()
+
+    # nothing of it is left, and the cluster is as it was
     deadline = time.monotonic() + 20
     while any(actors_of(node) for node in cluster.workers) and time.monotonic() < deadline:
         await asyncio.sleep(0.05)
