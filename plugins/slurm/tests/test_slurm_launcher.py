@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from rollhook.errors import LauncherError
-from rollhook.launcher import Handle, Plan, Resources
+from rollhook.launcher import Handle, Job, Plan, Resources
+from rollhook.runtime.jobs import watch
 from rollhook.testing.environment import build_context
 from rollhook.testing.launcher import SENTINEL, LauncherContract, LauncherSite, MakeLauncher
 from rollhook_slurm.config import SlurmLauncherConfig
@@ -58,8 +59,30 @@ def credentials(tmp_path: Path) -> Path:
     return path
 
 
+DRAINS = """\
+echo "attempt $ROLLHOOK_ATTEMPT in $ROLLHOOK_JOB_DIR"
+step="${ROLLHOOK_JOB_DIR%/attempts/*}/step"
+if [ -e "$step" ]; then echo "resumed from $(cat "$step")"; [ -n "${AGAIN:-}" ] || exit 0; fi
+trap 'echo 7 > "$step"; echo checkpointed; exit 3' INT
+echo ready
+while :; do sleep 0.1; done
+"""
+
+
+@pytest.fixture(scope="module")
+def limited(slurm: Any, tmp_path_factory: pytest.TempPathFactory) -> Handle:
+    """A job with a time limit, which runs into it while the other tests run."""
+    root = tmp_path_factory.mktemp("limited")
+    launcher = make(root, time="1", signal_seconds=25, requeues=1, stop_grace_seconds=5)
+    directory = str(root / "limited/attempts/1")
+    job = Job("limited", 1, directory, DRAINS, setup=SETUP, stopped_code=3, stop_grace_seconds=5)
+    plan = launcher.plan(job)
+    deliver(plan)
+    return asyncio.run(launcher.submit(plan))
+
+
 @pytest.fixture
-async def site(slurm: Any, tmp_path: Path, credentials: Path) -> AsyncIterator[Site]:
+async def site(slurm: Any, limited: Handle, tmp_path: Path, credentials: Path) -> AsyncIterator[Site]:
     key = tmp_path / "a key"
     key.write_text(f"{SENTINEL}\n")
     root = tmp_path / "job's 100% root"
@@ -141,7 +164,11 @@ async def test_what_prevents_a_bring_up_is_said(site: Site) -> None:
         ),
         "Ray's head did not start on n2 (ended with exit code 1 in the bring-up); see ": (
             {"head_retries": 2, "nodelist": "n[2-3]"},
-            site.job("echo never", resources=Resources(nodes=2), env={"RAY_DOUBLE_DIES": "n2"}),
+            site.job(
+                "echo never",
+                resources=Resources(nodes=2),
+                env={"RAY_DOUBLE_DIES": "n2", "RAY_DOUBLE_HANGS": "n3"},
+            ),
         ),
         "no address of n4 is in launcher.network 203.0.113.0/24; it has ": (
             {"network": "203.0.113.0/24", "nodelist": "n4"},
@@ -207,49 +234,16 @@ async def test_stopping_in_the_bring_up_starts_no_driver(site: Site) -> None:
     assert (await site.watch(handle)).state == "stopped"
 
 
-DRAINS = """\
-echo "attempt $ROLLHOOK_ATTEMPT in $ROLLHOOK_JOB_DIR"
-step="${ROLLHOOK_JOB_DIR%/attempts/*}/step"
-if [ -e "$step" ]; then echo "resumed from $(cat "$step")"; [ -n "${AGAIN:-}" ] || exit 0; fi
-trap 'echo 7 > "$step"; echo checkpointed; exit 3' INT
-echo ready
-while :; do sleep 0.1; done
-"""
-
-
-async def test_the_time_limit_brings_a_checkpoint_and_another_attempt(slurm: Any, site: Site) -> None:
-    site.seconds = 110
-    bounded = asyncio.create_task(requeues_are_bounded(slurm, site))
-    site = site.using(time="1", signal_seconds=25, requeues=1, stop_grace_seconds=5)
-    job = site.job(DRAINS, stopped_code=3, stop_grace_seconds=5)
+async def test_a_job_without_requeues_left_ends_with_its_checkpoint(slurm: Any, site: Site) -> None:
+    site = site.using()
+    job = site.job(DRAINS, stopped_code=3)
     handle = await site.submit(job)
-    log: list[bytes] = []
-    status = await site.watch(handle, log)
-    text = b"".join(log).decode()
-    assert (status.state, status.exit_code) == ("succeeded", 0), (status, text)
-    again = Path(job.directory).with_name("2")
-    said = [line for line in text.splitlines() if not line.startswith("rollhook")]
-    assert said == [
-        f"attempt 1 in {job.directory}", "ready", "checkpointed", f"attempt 2 in {again}", "resumed from 7",
-    ]  # fmt: skip
-    assert (Path(job.directory) / "exit_code").read_text() == "3\n", "the first attempt keeps its own"
-    assert "resumed" not in (Path(job.directory) / "logs/driver.log").read_text()
-    whole = [data async for data in site.launcher.logs(handle)]
-    assert b"".join(whole).decode() == text
-    await bounded
-
-
-async def requeues_are_bounded(slurm: Any, site: Site) -> None:
-    site = site.using(requeues=1, signal_seconds=300, stop_grace_seconds=5)
-    job = site.job(DRAINS, stopped_code=3, stop_grace_seconds=5, env={"AGAIN": "1"})
-    handle = await site.submit(job)
-    for directory in (Path(job.directory), Path(job.directory).with_name("2")):
-        await site.until_said(replace(job, directory=str(directory)), "ready")
-        await asyncio.to_thread(slurm.run, "scancel", "--batch", "--signal=USR1", handle.data["job"])
-        await site.until_said(replace(job, directory=str(directory)), "checkpointed")
+    await site.until_said(job, "ready")
+    await asyncio.to_thread(slurm.run, "scancel", "--batch", "--signal=USR1", handle.data["job"])
     status = await site.watch(handle)
-    assert status.state == "stopped"
-    assert "it was started again 1 times (launcher.requeues is 1)" in status.message
+    assert (status.state, status.exit_code) == ("stopped", 3)
+    assert "it was started again 0 times (launcher.requeues is 0)" in status.message
+    assert "checkpointed" in (Path(job.directory) / "logs/driver.log").read_text()
 
 
 async def test_credentials_that_others_may_read_are_refused_on_the_node_too(
@@ -403,3 +397,23 @@ async def test_a_killed_slurmd_fails_the_job_with_its_reason(slurm: Any, site: S
     finally:
         slurm.start_node("n4")
         await asyncio.to_thread(slurm.wait_idle)
+
+
+async def test_the_time_limit_brings_a_checkpoint_and_another_attempt(
+    limited: Handle, tmp_path: Path
+) -> None:
+    launcher = make(tmp_path)
+    log: list[bytes] = []
+    status = await watch(launcher, limited, follow=log.append, timeout=110)
+    text = b"".join(log).decode()
+    assert (status.state, status.exit_code) == ("succeeded", 0), (status, text)
+    again = Path(limited.directory).with_name("2")
+    said = [line for line in text.splitlines() if not line.startswith("rollhook")]
+    assert said == [
+        f"attempt 1 in {limited.directory}", "ready", "checkpointed",
+        f"attempt 2 in {again}", "resumed from 7",
+    ]  # fmt: skip
+    assert (Path(limited.directory) / "exit_code").read_text() == "3\n", "the first keeps its own"
+    assert "resumed" not in (Path(limited.directory) / "logs/driver.log").read_text()
+    whole = [data async for data in launcher.logs(limited)]
+    assert b"".join(whole).decode() == text

@@ -169,7 +169,7 @@ def test_the_quickstart_across_two_nodes_goes_on_in_another_allocation(slurm: An
     try:
         until_committed(run, 1, 2)
         slurm.run("scancel", "--batch", "--signal=USR1", number)
-        until_committed(run, 2, 2)
+        until_committed(run, 2, 1)
         assert read_exit_code(run.path / "attempts/1") == 3, "it was drained, with a checkpoint"
         rollhook("jobs", "status", "far", cwd=tmp_path, code=0)
         rollhook("jobs", "stop", "far", "--wait", "--timeout", "120", cwd=tmp_path)
