@@ -59,11 +59,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
 
 
 @pytest.fixture
-def hosts(site: Site, server: Sshd, monkeypatch: pytest.MonkeyPatch) -> Site:
+def hosts(site: Site, server: Sshd, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     """Give the same cluster over ssh, on three addresses; here and there are known by the same directory."""
     monkeypatch.setenv("XDG_STATE_HOME", str(server.config.parent / "state"))
     site.keys |= {"by": "ssh", "hosts": list(ADDRESSES), "ssh": server.keys()}
-    return site
+    yield site
+    for state in clusters_node.read_states("mvp").values():
+        clusters_node.end_node(state)
+    shutil.rmtree(record_path("mvp").parent, ignore_errors=True)
 
 
 def belonging() -> list[int]:

@@ -16,6 +16,8 @@ from rollhook.testing.environment import build_context
 from rollhook_ray import RayLauncherConfig
 from rollhook_ray.cluster_keys import ClusterKeys, Host
 from rollhook_ray.clusters_plan import Node, plan_nodes
+from rollhook_ray.clusters_record import new_record
+from rollhook_ray.clusters_site import Site
 from rollhook_ray.compose import render
 from rollhook_ray.launcher import RayLauncher
 
@@ -26,7 +28,7 @@ def option(node: Node, name: str) -> str | None:
 
 
 def test_the_head_offers_nothing_and_workers_carry_the_resource() -> None:
-    head, *workers = plan_nodes(ClusterKeys(gpus_per_worker=4), cpus=64)
+    head, *workers = plan_nodes(ClusterKeys(gpus_per_worker=4), nonce="n", cpus=64)
     assert "--head" in head.argv
     assert (option(head, "num-cpus"), option(head, "num-gpus"), option(head, "resources")) == ("0", "0", None)
     assert option(head, "dashboard-host") == "127.0.0.1"
@@ -48,7 +50,9 @@ def test_hosts_have_addresses_of_their_own_and_overrides() -> None:
         ),
         cpus_per_worker=96,
     )
-    head, first, second = plan_nodes(keys, resolve={"head": "10.0.0.5", "gpu-2": "10.0.0.8"}.__getitem__)
+    head, first, second = plan_nodes(
+        keys, nonce="n", resolve={"head": "10.0.0.5", "gpu-2": "10.0.0.8"}.__getitem__
+    )
     assert [node.host for node in (head, first, second)] == ["ops@head", "gpu-1", "gpu-2"]
     assert option(first, "node-ip-address") == "10.0.0.7"
     assert option(first, "address") == option(second, "address") == "10.0.0.5:6379"
@@ -59,7 +63,7 @@ def test_hosts_have_addresses_of_their_own_and_overrides() -> None:
 
 @given(st.lists(st.sampled_from(["a", "b", "127.0.0.2", "127.0.0.3"]), min_size=2, max_size=20))
 def test_no_two_nodes_of_a_machine_share_a_port(hosts: list[str]) -> None:
-    nodes = plan_nodes(ClusterKeys(by="ssh", hosts=tuple(hosts)))
+    nodes = plan_nodes(ClusterKeys(by="ssh", hosts=tuple(hosts)), nonce="n")
     for machine in {node.machine for node in nodes}:
         taken: set[int] = set()
         for node in (node for node in nodes if node.machine == machine):
@@ -93,10 +97,16 @@ def test_keys_that_make_no_cluster_are_refused(keys: dict[str, Any], message: st
 
 def test_without_a_token_nothing_but_loopback_is_used() -> None:
     with pytest.raises(UsageError, match="auth: none is for loopback addresses"):
-        plan_nodes(ClusterKeys(by="ssh", hosts=("10.0.0.1", "10.0.0.2"), auth="none"))
+        plan_nodes(ClusterKeys(by="ssh", hosts=("10.0.0.1", "10.0.0.2"), auth="none"), nonce="n")
     with pytest.raises(UsageError, match="auth: none is for loopback addresses"):
-        plan_nodes(ClusterKeys(auth="none", dashboard_host="0.0.0.0"))
-    assert plan_nodes(ClusterKeys(auth="none"))[0].env["RAY_AUTH_MODE"] == "disabled"
+        plan_nodes(ClusterKeys(auth="none", dashboard_host="0.0.0.0"), nonce="n")
+    assert plan_nodes(ClusterKeys(auth="none"), nonce="n")[0].env["RAY_AUTH_MODE"] == "disabled"
+
+
+def test_ray_keeps_its_files_where_the_recipe_says_now() -> None:
+    record = new_record(ClusterKeys(temp_root="/old"))
+    site = Site(ClusterKeys(temp_root="/new"), record, None, print)
+    assert {option(node, "temp-dir") for node in site.nodes} == {f"/new/rh-{record.nonce[:10]}/ray"}
 
 
 def test_a_plan_is_the_same_each_time_and_says_all(tmp_path: Path) -> None:

@@ -61,8 +61,7 @@ class RayClusters(Clusters):
                 "and run the command there",
             ]
             return ClusterPlan("ray", [keys.name], files=render(keys), commands=[up], notes=notes)
-        temp = Record(keys.name, _NONCE, {"temp_root": keys.temp_root}).temp
-        nodes = plan_nodes(keys, temp=temp)
+        nodes = plan_nodes(keys, nonce=_NONCE)
         requests = {node.name: start_request(keys, node, _NONCE) for node in nodes}
         notes = [f"{node.name} on {called(node.host)}, address {node.address}" for node in nodes]
         if keys.by == "local" and keys.cpus_per_worker is None:

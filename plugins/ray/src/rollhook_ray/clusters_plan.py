@@ -10,6 +10,7 @@ from typing import Any
 
 from rollhook.errors import UsageError
 from rollhook_ray.cluster_keys import PORTS_PER_NODE, ClusterKeys, Host
+from rollhook_ray.clusters_node import temporary
 from rollhook_ray.ssh import local_python
 
 HEAD = "head"
@@ -57,7 +58,7 @@ class Node:
 def plan_nodes(
     keys: ClusterKeys,
     *,
-    temp: str = "",
+    nonce: str,
     resolve: Callable[[str], str] = lambda name: name,
     cpus: int | None = None,
 ) -> list[Node]:
@@ -73,6 +74,7 @@ def plan_nodes(
     nodes: list[Node] = []
     share = max(1, cpus // keys.workers) if cpus and keys.by == "local" else None
     gcs = f"{addresses[0]}:{keys.ports.gcs}"
+    temp = f"{temporary(keys.temp_root, nonce)}/ray"
     for index, (host, address) in enumerate(zip(hosts, addresses, strict=True)):
         name = f"worker-{index - 1}" if index else HEAD
         machine = "loopback" if is_loopback(address) else host.host.rpartition("@")[2]

@@ -30,11 +30,6 @@ class Record:
     since: float = 0.0
     schema: int = 1
 
-    @property
-    def temp(self) -> str:
-        """Ray's temporary directory on each host."""
-        return clusters_node.temporary(self.keys["temp_root"], self.nonce) + "/ray"
-
 
 def record_path(name: str) -> Path:
     """Return where a cluster is recorded on this machine."""

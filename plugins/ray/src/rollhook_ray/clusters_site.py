@@ -37,7 +37,7 @@ class Site:
         self.record = record
         self.say = say
         self._token = token
-        self.nodes = plan_nodes(keys, temp=record.temp, resolve=_resolve, cpus=_cpus())
+        self.nodes = plan_nodes(keys, nonce=record.nonce, resolve=_resolve, cpus=_cpus())
         self.machines = {node.host: _machine(keys, node) for node in self.nodes}
         old = ClusterKeys.model_validate(record.keys)
         for host in record.hosts:  # some may no longer be in the recipe
