@@ -14,8 +14,8 @@ from aiohttp import web
 from kuberay_site import MakeLauncher
 
 from rollhook_kuberay.client import Kubernetes
+from rollhook_kuberay.marks import with_hash
 from rollhook_kuberay.port import KubeError, Object, wait_for
-from rollhook_kuberay.render import with_hash
 
 
 def config_map(name: str, **data: str) -> Object:

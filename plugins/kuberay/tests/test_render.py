@@ -14,7 +14,8 @@ from kuberay_site import DEPLOYMENT, faults, job, keys, launcher, spec
 
 from rollhook.errors import LauncherError
 from rollhook.ray_jobs import TELLS_ALL
-from rollhook_kuberay.render import Renderer, sanitise, spec_hash, with_hash
+from rollhook_kuberay.marks import sanitise, spec_hash, with_hash
+from rollhook_kuberay.render import Renderer
 
 
 def cluster(**given: Any) -> dict[str, Any]:

@@ -11,8 +11,9 @@ from rollhook.launcher import ClusterInfo, ClusterState
 from rollhook_kuberay.config import ROLES, KubeRayLauncherConfig, Role
 from rollhook_kuberay.heads import waiting
 from rollhook_kuberay.health import answers
+from rollhook_kuberay.marks import HASH, OWNER, owned
 from rollhook_kuberay.port import KubeError, Object, Port, wait_for
-from rollhook_kuberay.render import HASH, OWNER, Renderer, owned
+from rollhook_kuberay.render import Renderer
 from rollhook_kuberay.site import Site
 
 Say = Callable[[str], None]

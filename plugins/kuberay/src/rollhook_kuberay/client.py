@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from rollhook.errors import Kind
 from rollhook_kuberay.config import KubeRayLauncherConfig
+from rollhook_kuberay.marks import HASH
 from rollhook_kuberay.port import KINDS, Executed, KubeError, Object
-from rollhook_kuberay.render import HASH
 
 if TYPE_CHECKING:
     from kr8s.asyncio import Api

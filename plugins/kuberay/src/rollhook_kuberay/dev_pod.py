@@ -10,8 +10,9 @@ from typing import Any
 from rollhook.errors import LauncherError, UsageError
 from rollhook_kuberay.config import KubeRayLauncherConfig
 from rollhook_kuberay.heads import waiting
+from rollhook_kuberay.marks import MANAGED, OWNER
 from rollhook_kuberay.port import KubeError, Object, Port, wait_for
-from rollhook_kuberay.render import MANAGED, OWNER, Renderer
+from rollhook_kuberay.render import Renderer
 from rollhook_kuberay.site import Site
 
 USER_SECRETS = "/var/run/rollhook/user-secrets"

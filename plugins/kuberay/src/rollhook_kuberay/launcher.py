@@ -26,8 +26,9 @@ from rollhook.ray_jobs import without_values
 from rollhook_kuberay import bringup, daemons, preflight, rayjob, standing
 from rollhook_kuberay.config import ROLES, KubeRayLauncherConfig, Role
 from rollhook_kuberay.heads import DASHBOARD, ray_jobs, reach
+from rollhook_kuberay.marks import ROLE, owned, with_hash
 from rollhook_kuberay.port import Object, Port
-from rollhook_kuberay.render import ROLE, Renderer, files_name, owned, with_hash
+from rollhook_kuberay.render import Renderer, files_name
 from rollhook_kuberay.rules import check_files, raise_problems
 from rollhook_kuberay.site import Site
 

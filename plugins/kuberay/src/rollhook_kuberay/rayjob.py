@@ -12,8 +12,8 @@ from rollhook.job_script import LOG, ended_state, read_exit_code, signalled
 from rollhook.launcher import Handle, JobStatus
 from rollhook.ray_jobs import RayJobs, Unreachable
 from rollhook_kuberay.heads import ray_jobs
-from rollhook_kuberay.port import KubeError, Object, Port, wait_for
-from rollhook_kuberay.render import STOPPED, owned
+from rollhook_kuberay.marks import STOPPED, owned
+from rollhook_kuberay.port import KubeError, Object, Port
 from rollhook_kuberay.site import Site
 
 #: deployment statuses that do not change any more; the deployment says whether a job is over, not the job
@@ -239,11 +239,3 @@ async def cleanup(handle: Handle, port: Port) -> list[str]:
         raise LauncherError(f"{name} is not over ({deployment(job) or 'new'}); stop it first", kind="user")
     await port.delete("RayJob", name)
     return [f"removed the RayJob {name} with its cluster, files and claims"]
-
-
-async def until_over(site: Site, port: Port, name: str, seconds: float) -> Object | None:
-    """Return the RayJob once it is over; None when it is gone. Raises TimeoutError."""
-    return await wait_for(
-        port, "RayJob", name, lambda job: job is None or deployment(job) in OVER,
-        seconds=seconds, poll_seconds=site.keys.poll_seconds,
-    )  # fmt: skip

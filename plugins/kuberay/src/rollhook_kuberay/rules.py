@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from rollhook.errors import LauncherError
 from rollhook_kuberay.config import ClusterKeys, KubeRayLauncherConfig
-from rollhook_kuberay.render import GPU, Renderer, map_key, split_groups
+from rollhook_kuberay.render import GPU, map_key, split_groups
 
 if TYPE_CHECKING:
     from rollhook.launcher import Plan
@@ -253,14 +253,3 @@ def _mounted(keys: KubeRayLauncherConfig, cluster: ClusterKeys, root: str) -> bo
         for container in ((group.get("template") or {}).get("spec") or {}).get("containers") or []:
             paths += [each.get("mountPath", "") for each in container.get("volumeMounts") or []]
     return any(path and f"{root.rstrip('/')}/".startswith(f"{path.rstrip('/')}/") for path in paths)
-
-
-def totals(keys: KubeRayLauncherConfig, role: Any) -> tuple[int, int]:
-    """Return (worker nodes, GPUs) of a role's cluster as it would be rendered."""
-    spec = Renderer(keys, "nobody").cluster_spec(role, "name")
-    nodes = gpus = 0
-    for group in spec.get("workerGroupSpecs") or []:
-        count = int(group.get("replicas") or 0) * int(group.get("numOfHosts") or 1)
-        nodes += count
-        gpus += count * (_gpus(group) or 0)
-    return nodes, gpus

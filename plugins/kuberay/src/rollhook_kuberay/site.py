@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 from rollhook.errors import LauncherError
 from rollhook_kuberay.client import Connection
 from rollhook_kuberay.config import KubeRayLauncherConfig
+from rollhook_kuberay.marks import sanitise
 from rollhook_kuberay.port import Port, wait_for
-from rollhook_kuberay.render import sanitise
 
 GONE_SECONDS = 600.0
 
