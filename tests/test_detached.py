@@ -51,7 +51,7 @@ def test_a_detached_run_is_stopped_and_gone_on_with(tmp_path: Path) -> None:
 
 
 def _stopped_and_gone_on_with(tmp_path: Path) -> None:
-    steps = 120
+    steps = 80
     done = call(
         "run",
         "quickstart-sft",
@@ -90,6 +90,3 @@ def _stopped_and_gone_on_with(tmp_path: Path) -> None:
     log = (run.path / "attempts/2" / LOG).read_text()
     assert f"step {stopped.steps}/" not in log
     assert f"step {steps}/{steps}" in log
-    call("run", "--resume", "far", "--detach", code=0, cwd=tmp_path)
-    call("jobs", "wait", "far", "--timeout", str(SECONDS), code=0, cwd=tmp_path)
-    assert "has done all its 120 steps already" in (run.path / "attempts/3" / LOG).read_text()
