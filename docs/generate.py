@@ -83,12 +83,14 @@ A recipe says what a run does; these only say where things are on this machine.
 | `ROLLHOOK_RUN_ID`, `ROLLHOOK_ATTEMPT` | Set in a job: the run, and which attempt at it this is. |
 | `ROLLHOOK_JOB_DIR`, `ROLLHOOK_JOB_FILES` | Set in a job: its attempt's directory, and its script's. |
 | `ROLLHOOK_SIGNALS` | Set for a moment by a job's script that was started with interrupts ignored. |
-| `ROLLHOOK_SLURM_JOB`, `ROLLHOOK_SLURM_NODE`, `ROLLHOOK_SLURM_NODES`, `ROLLHOOK_SLURM_INDEX`, `ROLLHOOK_SLURM_CPUS` | Set on the nodes of a Slurm job, where SLURM_... are not: its number, the node, all nodes, the place among them, CPUs. |
-| `ROLLHOOK_CLUSTER_NODE` | Set for all that `rollhook cluster up` starts on a node, by which it is found again. |
+| `ROLLHOOK_SLURM_JOB`, `ROLLHOOK_SLURM_CPUS` | Set on the nodes of a Slurm job: its number, their CPUs. |
+| `ROLLHOOK_SLURM_NODE`, `ROLLHOOK_SLURM_INDEX` | Set there as well: the node, and its place among them. |
+| `ROLLHOOK_SLURM_NODES` | Set there as well: all nodes. SLURM's own variables are kept out of Ray. |
+| `ROLLHOOK_CLUSTER_NODE` | Set for what `rollhook cluster up` starts on a node, to find it. |
 | `ROLLHOOK_USER` | Owner of what is made on Kubernetes, in place of the account's name. |
-| `ROLLHOOK_TELLS_ALL` | Set for a job's script by launchers whose scheduler signals every process of it: the script does not do it again. |
+| `ROLLHOOK_TELLS_ALL` | Set by launchers whose scheduler signals all of a job's processes itself. |
 | `ROLLHOOK_WORKER_RESOURCE` | Set by launchers: a Ray resource that only nodes for work have. |
-| `ROLLHOOK_CACHE` | Packs and what else is kept, in place of `$XDG_CACHE_HOME/rollhook`; a job on a Ray cluster sets it to `<storage.root>/.cache`. |
+| `ROLLHOOK_CACHE` | Where packs are kept; a job on a Ray cluster has `<storage.root>/.cache`. |
 | `ROLLHOOK_K8S_SECRETS` | Where a job on Kubernetes has its Secrets (default `/var/run/rollhook/secrets`). |
 | `ROLLHOOK_TEST_IMAGE` | For tests at `DOCKER_HOST`: an image with bash, coreutils and python3. |
 
