@@ -40,6 +40,7 @@ def test_it_is_found_by_its_profile_and_may_refer_to_the_recipe(recipe: Path, tm
     (tmp_path / "demo.gb300.infra.yaml").write_text("use: far\nnodes: ${seed}\nown: ${launcher.nodes}\n")
     loaded = read_recipe(recipe, ["infra=gb300"])
     assert loaded.resolved["launcher"] == {"use": "far", "nodes": 7, "own": 7}
+    assert loaded.name.endswith("demo.yaml")
 
 
 def test_overrides_win_whatever_their_order(recipe: Path, tmp_path: Path) -> None:

@@ -73,8 +73,9 @@ class Loaded:
 
     @property
     def name(self) -> str:
-        """How messages call this recipe: its file."""
-        return self.sources[-1] if self.sources else "recipe"
+        """How messages call this recipe: its file, not that of its infra."""
+        own = [each for each in self.sources if not each.endswith(".infra.yaml")]
+        return own[-1] if own else "recipe"
 
     def defaulted(self) -> dict[str, Any]:
         """Return the resolved data with the components that the core adds where a recipe names none."""
