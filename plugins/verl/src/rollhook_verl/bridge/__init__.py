@@ -3,8 +3,8 @@
 verl makes one `RollhookAgentLoop` per sample in its agent loop worker (verl 0.9.1,
 verl/experimental/agent_loop); with `agent.num_workers=1` there is one such process. The episode's policy is
 our own session, whose tokens verl's LLM servers generate, so what is trained on is what was generated. An
-episode whose outcome does not train raises after `rollout.refill_limit` further tries: verl's group then counts
-as failed, and is replaced.
+episode whose outcome does not train raises after `rollout.refill_limit` further tries: verl's group then
+counts as failed, and is replaced.
 """
 
 from __future__ import annotations
