@@ -114,6 +114,11 @@ class Slurm:
         assert not check or done.returncode == 0, f"{argv}: {done.stderr}"
         return done.stdout.strip()
 
+    @staticmethod
+    def processes() -> str:
+        """Return the command lines of this machine."""
+        return subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+
     def wait_idle(self, seconds: float = 60.0, nodes: int = len(NODES)) -> None:
         """Wait until that many nodes have nothing to do."""
         deadline = time.monotonic() + seconds

@@ -6,6 +6,7 @@ import asyncio
 import copy
 import os
 import signal
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -394,6 +395,10 @@ async def test_a_killed_slurmd_fails_the_job_with_its_reason(slurm: Any, site: S
         status = await site.watch(handle)
         assert status.state == "failed"
         assert status.message.startswith("Slurm lost a node of the job")
+        deadline = time.monotonic() + 30
+        while job.directory in slurm.processes():
+            assert time.monotonic() < deadline, "the driver outlives its supervisor"
+            await asyncio.sleep(0.2)
     finally:
         slurm.start_node("n4")
         await asyncio.to_thread(slurm.wait_idle)

@@ -72,11 +72,13 @@ class Ports:
             self._claim = None
 
 
-def start(argv: list[str], environ: dict[str, str], stdout: int | None = None) -> subprocess.Popen[bytes]:
+def start(
+    argv: list[str], environ: dict[str, str], stdout: int | None = None, stdin: int = subprocess.PIPE
+) -> subprocess.Popen[bytes]:
     """Start a program in a session of its own, which ends when this process does. Raises NodeError."""
     try:
         return subprocess.Popen(
-            argv, stdin=subprocess.PIPE, stdout=stdout, env=environ, start_new_session=True,
+            argv, stdin=stdin, stdout=stdout, env=environ, start_new_session=True,
             preexec_fn=die_with_parent,  # noqa: PLW1509 - there are no threads here
         )  # fmt: skip
     except FileNotFoundError:

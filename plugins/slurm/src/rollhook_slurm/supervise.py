@@ -301,10 +301,9 @@ class Node:
         self.write("ready", "")
         self.phase("driver begins")
         script = Path(self.environ["ROLLHOOK_JOB_FILES"]) / "job.sh"
-        driver = subprocess.Popen(
-            ["bash", str(script)], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,  # it keeps its log
-            env=self.environ | {"RAY_ADDRESS": address}, start_new_session=True,
-        )  # fmt: skip
+        # it keeps its log itself, and is told to end if this process is killed
+        environ = self.environ | {"RAY_ADDRESS": address}
+        driver = start(["bash", str(script)], environ, subprocess.DEVNULL, subprocess.DEVNULL)
         handed, ray_ended = "", 0.0
         while driver.poll() is None:
             told = self.told()
