@@ -121,6 +121,17 @@ async def test_a_server_that_is_slow_is_given_up_in_time(double: Any, port: Kube
     assert time.monotonic() - begun < 20
 
 
+async def test_several_who_begin_at_once_share_one_login(double: Any, make: MakeLauncher) -> None:
+    launcher, before = make(), len(double.requests("GET", "/version"))
+
+    async def ask() -> None:
+        async with launcher._site.port() as opened:
+            await opened.list("ConfigMap")
+
+    await asyncio.gather(*(ask() for _ in range(5)))
+    assert len(double.requests("GET", "/version")) == before + 1
+
+
 async def test_a_kubeconfig_that_is_not_there_is_a_sentence(make: MakeLauncher) -> None:
     with pytest.raises(KubeError, match=r"no way to log in .*launcher\.kubeconfig"):
         async with make(kubeconfig="/nowhere/config")._site.port():

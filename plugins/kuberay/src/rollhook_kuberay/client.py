@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 ATTEMPTS = 3
+#: what a command is given to end by itself when nobody waits for it any more
+_CANCEL_SECONDS = 5.0
 _MESSAGE_BYTES = 16 * 1024 * 1024
 _STDOUT, _STDERR, _ERROR = 1, 2, 3
 
@@ -33,15 +35,16 @@ class Connection:
     def __init__(self, keys: KubeRayLauncherConfig) -> None:
         self._keys = keys
         self._opened: dict[int, Kubernetes] = {}
+        self._logging_in: dict[int, asyncio.Lock] = {}
         self._users = 0
 
     @contextlib.asynccontextmanager
     async def use(self, namespace: str = "") -> AsyncIterator[Kubernetes]:
         """Give the client, logged in once per event loop. Raises KubeError where there is no way to."""
         loop = id(asyncio.get_running_loop())
-        if loop not in self._opened:
-            opened = await Kubernetes.open(self._keys)
-            self._opened.setdefault(loop, opened)
+        async with self._logging_in.setdefault(loop, asyncio.Lock()):
+            if loop not in self._opened:
+                self._opened[loop] = await Kubernetes.open(self._keys)
         client = self._opened[loop]
         self._users += 1
         try:
@@ -209,6 +212,15 @@ class Kubernetes:
         self, pod: str, argv: Sequence[str], *, stdin: bytes = b"", container: str | None = None
     ) -> Executed:
         """Run a command in a container; stdin is not closed after what is given."""
+        running = asyncio.create_task(self._exec(pod, argv, stdin, container))
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:  # a WebSocket that is cancelled as it opens is never closed
+            await asyncio.wait({running}, timeout=_CANCEL_SECONDS)
+            running.cancel()
+            raise
+
+    async def _exec(self, pod: str, argv: Sequence[str], stdin: bytes, container: str | None) -> Executed:
         import httpx_ws
 
         params: list[tuple[str, str]] = [("command", word) for word in argv]
