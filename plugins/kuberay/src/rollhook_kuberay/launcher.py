@@ -124,7 +124,7 @@ class KubeRayLauncher(Launcher, Clusters):
         """Ask KubeRay, or Ray on the cluster that stays."""
         async with self._port_of(handle) as port:
             if handle.data["mode"] == "rayjob":
-                return await rayjob.status(handle, port, shared=self.keys.shares_files)
+                return await rayjob.status(self._site, handle, port)
             return await standing.status(self._site, handle, port)
 
     async def logs(self, handle: Handle, *, follow: bool = False) -> AsyncIterator[bytes]:

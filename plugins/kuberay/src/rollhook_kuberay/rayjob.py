@@ -63,12 +63,28 @@ async def remove_ended(site: Site, port: Port, name: str) -> None:
     await site.gone(port, "RayJob", name)
 
 
-async def status(handle: Handle, port: Port, *, shared: bool) -> JobStatus:
+async def status(site: Site, handle: Handle, port: Port) -> JobStatus:
     """Return how the job stands; one that is unknown is judged by what it left, if that is seen here."""
+    shared = site.keys.shares_files
     job = await port.get("RayJob", str(handle.data["name"]))
     code = read_exit_code(handle.directory) if shared else None
     asked = bool(shared and signalled(handle.directory))
-    return judge(job, stopped_code=handle.stopped_code, recorded=code, asked=asked)
+    found = judge(job, stopped_code=handle.stopped_code, recorded=code, asked=asked)
+    if job is not None and found.state == "pending" and deployment(job) == "Running":
+        return await _fresher(site, job, handle, port, found)
+    return found
+
+
+async def _fresher(site: Site, job: Object, handle: Handle, port: Port, found: JobStatus) -> JobStatus:
+    """Ask Ray where KubeRay's word is of before the job began; what it cannot say is left."""
+    said = job.get("status") or {}
+    try:
+        async with ray_jobs(port, str(said.get("rayClusterName")), site.token(), seconds=5.0) as jobs:
+            there = await jobs.job(str(said.get("jobId") or handle.job_id))
+    except LauncherError:
+        return found
+    running = there is not None and there.status != "PENDING"
+    return JobStatus("running", found.message, raw=found.raw) if running else found
 
 
 def judge(
