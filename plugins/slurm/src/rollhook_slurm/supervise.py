@@ -49,6 +49,8 @@ HEAD_PORTS = {"ray-client-server-port": 8, "dashboard-port": 9}
 GCS = 1
 START_SECONDS = 90.0
 LOST_SECONDS = 90.0
+#: a node whose head has gone would ask that to let it go for half a minute
+LEAVE_SECONDS = 3.0
 WORKER = "worker_node"
 
 #: prints the nodes of the cluster each second until its input ends; Ray prints errors of others there, too
@@ -347,7 +349,7 @@ class Node:
                 if self.stay(ray, head, port):
                     return 0
             finally:
-                end(ray)
+                end(ray, LEAVE_SECONDS)
                 self.keep_logs()
             self.say(f"Ray ended with exit code {ray.returncode}")
             if not self.pause(min(10.0, 0.5 * 2**number)):
