@@ -261,6 +261,33 @@ def test_the_setup_changes_the_environment_of_probes_and_script(plain: Site) -> 
     assert "{x}" in output
 
 
+@pytest.mark.parametrize(
+    ("env", "setup"),
+    [
+        ({"told": "INT", "child": "999999", "tee": "1", "doing": "x", "all": "1", "i": "50"}, ""),
+        ({}, "run() { echo mine; }\nfail() { :; }\nfinish() { :; }\ntell() { :; }\nchild=1 told=INT"),
+        ({}, "trap 'echo bye' EXIT\ntrap '' TERM INT"),
+    ],
+)
+def test_names_of_the_environment_and_the_setup_are_not_the_scripts(
+    plain: Site, env: dict[str, str], setup: str
+) -> None:
+    code, output = plain.run(plain.job("echo the job; exit 4", env=env, setup=setup))
+    assert code == 4
+    assert "the job\n" in output
+    assert read_exit_code(plain.directory) == 4
+
+
+def test_a_variable_of_the_job_ends_no_foreign_process(plain: Site) -> None:
+    stranger = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    try:
+        assert plain.run(plain.job("true", env={"watchdog": str(stranger.pid)}))[0] == 0
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
 def test_a_setup_that_fails_fails_the_job(plain: Site) -> None:
     code, output = plain.run(plain.job("echo never", setup="echo preparing\n( exit 6 )\necho on"))
     assert code == 6

@@ -6,7 +6,8 @@ job was sent) and, last, `exit_code`.
 
 Signals go to `job.sh` alone: INT and USR1 ask the job to stop by its stop signal, TERM cancels it. After the
 job's grace it is sent TERM, and ten seconds later KILL. Where a scheduler signals every process by itself,
-ROLLHOOK_TELLS_ALL=1 keeps the script from sending them the same signal again.
+ROLLHOOK_TELLS_ALL=1 keeps the script from sending them the same signal again. Its own names begin with
+`_rh_`: the environment and the setup share its shell, and may have a variable `child` or a function `run`.
 """
 
 from __future__ import annotations
@@ -47,64 +48,71 @@ export ROLLHOOK_RUN_ID={run_id} ROLLHOOK_ATTEMPT="${{ROLLHOOK_ATTEMPT:-{attempt}
 export ROLLHOOK_JOB_DIR
 export ROLLHOOK_JOB_FILES="${{ROLLHOOK_JOB_FILES:-$(cd "$(dirname "${{BASH_SOURCE[0]}}")" && pwd)}}"
 
-child="" told="" watchdog="" doing="" tee="" all=${{ROLLHOOK_TELLS_ALL:-}}
+_rh_child="" _rh_told="" _rh_watchdog="" _rh_doing="" _rh_tee="" _rh_all=${{ROLLHOOK_TELLS_ALL:-}}
 unset ROLLHOOK_TELLS_ALL
-fail() {{ echo "rollhook: $1" >&2; doing=""; exit 1; }}
-tell() {{  # RECEIVED SENT: to the job and all below it
-    [ -n "$told" ] || echo "$1" > "$ROLLHOOK_JOB_DIR/{signalled}"
-    told=$2
-    [ -n "$child" ] || return
-    [ "$all$1" = "1$2" ] || kill -s "$2" -- "-$child" 2>/dev/null
-    [ -n "$watchdog" ] || {{ set -m; watch & watchdog=$!; set +m; }}
+_rh_fail() {{ echo "rollhook: $1" >&2; _rh_doing=""; exit 1; }}
+fail() {{ _rh_fail "$1"; }}
+_rh_tell() {{  # RECEIVED SENT: to the job and all below it
+    [ -n "$_rh_told" ] || echo "$1" > "$ROLLHOOK_JOB_DIR/{signalled}"
+    _rh_told=$2
+    [ -n "$_rh_child" ] || return
+    [ "$_rh_all$1" = "1$2" ] || kill -s "$2" -- "-$_rh_child" 2>/dev/null
+    [ -n "$_rh_watchdog" ] || {{ set -m; _rh_watch & _rh_watchdog=$!; set +m; }}
 }}
-watch() {{
+_rh_listen() {{
+    trap '_rh_tell INT {stop_signal}' INT
+    trap '_rh_tell USR1 {stop_signal}' USR1
+    trap '_rh_tell TERM TERM' TERM
+}}
+_rh_watch() {{
     exec >/dev/null 2>&1 3>&- 4>&-
     sleep {grace}
-    kill -s TERM -- "-$child"
+    kill -s TERM -- "-$_rh_child"
     sleep {kill}
-    kill -s KILL -- "-$child"
+    kill -s KILL -- "-$_rh_child"
 }}
-run() {{  # COMMAND...: in a process group of its own, which signals go to and which ends with it
-    [ -z "$told" ] || exit 143
-    set -m; "$@" </dev/null & child=$!; set +m
-    [ -z "$told" ] || kill -s "$told" -- "-$child" 2>/dev/null
-    local code again
+_rh_run() {{  # COMMAND...: in a process group of its own, which signals go to and which ends with it
+    [ -z "$_rh_told" ] || exit 143
+    set -m; "$@" </dev/null & _rh_child=$!; set +m
+    [ -z "$_rh_told" ] || kill -s "$_rh_told" -- "-$_rh_child" 2>/dev/null
+    local _rh_code _rh_again
     while :; do
-        wait "$child"
-        code=$?
-        kill -0 "$child" 2>/dev/null || break
+        wait "$_rh_child"
+        _rh_code=$?
+        kill -0 "$_rh_child" 2>/dev/null || break
     done
-    wait "$child" 2>/dev/null  # a signal may have cut short the wait in which it ended
-    again=$?
-    [ "$again" -eq 127 ] || code=$again
-    kill -s KILL -- "-$child" 2>/dev/null
-    child=""
-    return "$code"
+    wait "$_rh_child" 2>/dev/null  # a signal may have cut short the wait in which it ended
+    _rh_again=$?
+    [ "$_rh_again" -eq 127 ] || _rh_code=$_rh_again
+    kill -s KILL -- "-$_rh_child" 2>/dev/null
+    _rh_child=""
+    return "$_rh_code"
 }}
-finish() {{  # CODE: let the log drain, then keep the code
+_rh_finish() {{  # CODE: let the log drain, then keep the code
     trap '' INT TERM USR1
-    [ -z "$doing" ] || echo "rollhook: the job ended in its $doing, with exit code $1" >&2
-    [ -z "$watchdog" ] || kill -s KILL -- "-$watchdog" 2>/dev/null
+    [ -z "$_rh_doing" ] || echo "rollhook: the job ended in its $_rh_doing, with exit code $1" >&2
+    [ -z "$_rh_watchdog" ] || kill -s KILL -- "-$_rh_watchdog" 2>/dev/null
     exec 1>&3 2>&4
-    for ((i = 0; i < 50; i++)); do kill -0 "$tee" 2>/dev/null || break; sleep 0.1; done
+    for ((_rh_i = 0; _rh_i < 50; _rh_i++)); do kill -0 "$_rh_tee" 2>/dev/null || break; sleep 0.1; done
     printf '%s\\n' "$1" > "$ROLLHOOK_JOB_DIR/.{exit_code}.tmp"
     mv -f "$ROLLHOOK_JOB_DIR/.{exit_code}.tmp" "$ROLLHOOK_JOB_DIR/{exit_code}"
 }}
 
 mkdir -p "$ROLLHOOK_JOB_DIR/logs" && rm -f "$ROLLHOOK_JOB_DIR/{exit_code}" "$ROLLHOOK_JOB_DIR/{signalled}" ||
-    fail "$ROLLHOOK_JOB_DIR cannot be written on $HOSTNAME"
-trap 'tell INT {stop_signal}' INT
-trap 'tell USR1 {stop_signal}' USR1
-trap 'tell TERM TERM' TERM
+    _rh_fail "$ROLLHOOK_JOB_DIR cannot be written on $HOSTNAME"
+_rh_listen
 exec 3>&1 4>&2
 # the log outlives every signal and whoever reads the output
 exec > >(trap '' INT TERM USR1 HUP PIPE; exec tee -a "$ROLLHOOK_JOB_DIR/{log}" >&3 2>&4) 2>&1
-tee=$!
-trap 'finish $?' EXIT
+_rh_tee=$!
+trap '_rh_finish $?' EXIT
 
-{environment}{setup}{probes}run bash "$ROLLHOOK_JOB_FILES/{entry}"
+{environment}{setup}{probes}_rh_run bash "$ROLLHOOK_JOB_FILES/{entry}"
 exit $?
 """
+
+#: after the setup, which may have set traps of its own
+_AGAIN = "_rh_listen; trap '_rh_finish $?' EXIT\n"
 
 
 def script_files(job: Job) -> dict[str, str]:
@@ -213,7 +221,7 @@ def _render(job: Job) -> str:
     setup = job.setup.rstrip()
     probes = "".join(
         f"echo {q('rollhook: probe ' + probe.name)}\n"
-        f"run bash -c {q(probe.script)} || fail {q('the probe ' + probe.name + ' failed')}\n"
+        f"_rh_run bash -c {q(probe.script)} || _rh_fail {q('the probe ' + probe.name + ' failed')}\n"
         for probe in job.probes
     )
     return _TEMPLATE.format(
@@ -227,7 +235,7 @@ def _render(job: Job) -> str:
         log=LOG,
         environment="".join(f"{line}\n" for line in lines),
         # what activates environments seldom bears `set -u`
-        setup=f"doing=setup; set -e +u\n{setup}\nset +e -u; doing=\n" if setup else "",
+        setup=f"_rh_doing=setup; set -e +u\n{setup}\nset +e -u; _rh_doing=\n{_AGAIN}" if setup else "",
         probes=probes,
         stop_signal=job.stop_signal,
         grace=f"{job.stop_grace_seconds:g}",
