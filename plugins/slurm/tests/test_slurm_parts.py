@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from rollhook.errors import UsageError
 from rollhook.launcher import Handle, Job, Resources
 from rollhook.testing.environment import build_context
 from rollhook.testing.launcher import JOB
@@ -56,6 +57,32 @@ def test_keys_become_arguments_of_sbatch(tmp_path: Path) -> None:
         '"--output=/shared/a b/demo-0a1b2c/attempts/1/logs/slurm.log"', "--open-mode=append",
     ):  # fmt: skip
         assert each in said, (each, said)
+
+
+def test_a_directory_with_a_line_break_adds_no_line_to_the_script(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="line break"):
+        make(tmp_path).plan(replace(JOB, directory="/shared/a\necho mine #/demo-0a1b2c/attempts/1"))
+
+
+def test_names_of_the_environment_are_not_those_of_a_nodes_script(tmp_path: Path) -> None:
+    (tmp_path / "slurm/up").mkdir(parents=True)
+    (tmp_path / "slurm/up/address").write_text("10.0.0.1:6379\n")
+    env = {"role": "worker", "up": "/nowhere", "node": "n9", "files": "/", "address": "other", "doing": "x"}
+    job = replace(JOB, env=env, secrets={}, setup="fail() { :; }")
+    text = make(tmp_path).plan(job).files["slurm/node.sh"]
+    (tmp_path / "slurm/node.sh").write_text(text)
+    ray = tmp_path / "bin/ray"
+    ray.parent.mkdir()
+    ray.write_text('#!/bin/sh\necho "ray $*"\n')
+    ray.chmod(0o755)
+    done = subprocess.run(
+        ["bash", str(tmp_path / "slurm/node.sh"), "status"],
+        env={"PATH": f"{ray.parent}:{os.environ['PATH']}", "ROLLHOOK_JOB_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "ray status -v --address 10.0.0.1:6379\n"), done.stderr
 
 
 def test_gpus_can_be_asked_for_in_two_ways_or_not(tmp_path: Path) -> None:

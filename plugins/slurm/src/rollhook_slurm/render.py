@@ -7,6 +7,7 @@ import shlex
 from importlib import resources
 from pathlib import PurePosixPath
 
+from rollhook.errors import UsageError
 from rollhook.job_script import environment_lines
 from rollhook.launcher import Job
 from rollhook_slurm.config import ContainerKeys, SlurmLauncherConfig
@@ -122,6 +123,10 @@ def _batch(job: Job, config: SlurmLauncherConfig) -> str:
 
 def _directive(argument: str) -> str:
     """Return an argument as sbatch reads it from a script: words are split, quotes and backslashes count."""
+    if set(argument) & set("\n\r"):
+        raise UsageError(
+            f"{argument!r} has a line break, which a batch script cannot hold; rename the directory"
+        )
     plain = not set(argument) & set(" \t\"'\\#")
     escaped = argument.replace("\\", "\\\\").replace('"', '\\"')
     return argument if plain else f'"{escaped}"'
@@ -136,11 +141,12 @@ def _node(job: Job, config: SlurmLauncherConfig) -> str:
     lines += [f"credentials {shlex.quote(path)}" for path in config.credentials]
     lines += environment_lines(job)
     if setup := job.setup.rstrip():
-        lines += ["doing=launcher.setup; set -e +u", setup, "set +e -u; doing="]
+        lines += ["_rh_doing=launcher.setup; set -e +u", setup, "set +e -u; _rh_doing="]
     lines += [
-        'files=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)',
-        f'[ "$role" = status ] || exec python3 -c {shlex.quote(_RUN)} "$files" "$role" "$files/{SETTINGS}"',
-        'read -r address < "$up/address" && exec ray status -v --address "$address"',
+        '_rh_files=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)',
+        '[ "$_rh_role" = status ] || '
+        f'exec python3 -c {shlex.quote(_RUN)} "$_rh_files" "$_rh_role" "$_rh_files/{SETTINGS}"',
+        'read -r _rh_address < "$_rh_up/address" && exec ray status -v --address "$_rh_address"',
     ]
     return "\n".join(lines) + "\n"
 
