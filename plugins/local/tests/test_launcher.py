@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -21,7 +22,7 @@ from rollhook.runtime.jobs import prepare, watch
 from rollhook.testing.environment import build_context
 from rollhook.testing.launcher import SENTINEL, LauncherContract, LauncherSite, MakeLauncher
 from rollhook_local import LocalLauncherConfig
-from rollhook_local.launcher import LocalLauncher
+from rollhook_local.launcher import LocalLauncher, _boot
 
 
 def make(scratch: Path) -> LocalLauncher:
@@ -156,6 +157,36 @@ async def test_a_process_that_has_a_jobs_number_now_is_not_taken_for_it(site: La
         handle, directory=str(site.root / "gone"), data={**handle.data, "pid": os.getpid(), "start": 1}
     )
     assert (await site.launcher.status(other)).state == "lost"
+
+
+def _recorded(site: LauncherSite, pid: object) -> Handle:
+    data = {"host": socket.gethostname(), "boot": _boot(), "pid": pid, "start": 5}
+    return Handle("local", "demo-0a1b2c-a1", str(site.root / "none"), data)
+
+
+_DAEMON = "import os, time; os.setsid(); os.fork() and os._exit(0); time.sleep(60)"
+
+
+async def test_a_daemon_whose_session_has_a_jobs_number_is_not_taken_for_it(site: LauncherSite) -> None:
+    daemon = subprocess.Popen([sys.executable, "-c", _DAEMON])
+    daemon.wait()
+    handle = _recorded(site, daemon.pid)
+    left = [
+        int(each) for each in subprocess.check_output(["ps", "-o", "pid=", "-s", str(daemon.pid)]).split()
+    ]
+    try:
+        assert (await site.launcher.status(handle)).state == "lost"
+        await site.launcher.stop(handle, force=True)
+        assert [Path(f"/proc/{pid}").exists() for pid in left] == [True]
+    finally:
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("pid", [0, 1, -1, "abc", None, True])
+async def test_a_damaged_record_names_no_process(site: LauncherSite, pid: object) -> None:
+    with pytest.raises(LauncherError, match="damaged"):
+        await site.launcher.status(_recorded(site, pid))
 
 
 async def test_a_job_of_another_machine_is_asked_there(site: LauncherSite) -> None:

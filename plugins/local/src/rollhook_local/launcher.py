@@ -8,8 +8,8 @@ import shutil
 import signal
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar
 
@@ -21,6 +21,8 @@ from rollhook_local.state import start_time
 #: what the caller may be a job itself with; a Ray that runs here is not the job's either
 _NOT_ITS_OWN = ("ROLLHOOK_ATTEMPT", "ROLLHOOK_JOB_DIR", "ROLLHOOK_JOB_FILES", "RAY_ADDRESS")
 _OUTPUT = "logs/launcher.log"
+#: what processes are given to end after KILL
+_KILL_SECONDS = 10.0
 
 
 class LocalLauncher(Launcher):
@@ -109,15 +111,19 @@ class LocalLauncher(Launcher):
         if status.state in {*ENDED, "lost"}:
             return f"Job {handle.job_id} has ended already: {status.state}."
         if not force:
-            pids, leader = _processes(handle), int(handle.data["pid"])
+            pids, leader = _processes(handle), handle.data["pid"]
             for pid in [leader] if leader in pids else pids:  # the script tells the others
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGINT)
+                _signal(handle, pid, signal.SIGINT)
             return f"Job {handle.job_id} was asked to stop."
+        deadline = time.monotonic() + _KILL_SECONDS
         while pids := _processes(handle):
             for pid in pids:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+                _signal(handle, pid, signal.SIGKILL)
+            if time.monotonic() > deadline:
+                raise LauncherError(
+                    f"process {pids[0]} of job {handle.job_id} does not end, not even by KILL"
+                )
+            time.sleep(0.01)
         record_killed(handle.directory)
         return f"Job {handle.job_id} was killed."
 
@@ -138,22 +144,49 @@ def _boot() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
+def _signal(handle: Handle, pid: int, number: signal.Signals) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass
+    except PermissionError:
+        raise LauncherError(
+            f"process {pid} of job {handle.job_id} is another user's; stop the job as that one"
+        ) from None
+
+
 def _processes(handle: Handle) -> list[int]:
-    """Return the live processes of a job's session; it may have lost its leader."""
-    leader = int(handle.data["pid"])
-    if handle.data.get("boot") != _boot() or start_time(leader) not in (0, handle.data.get("start")):
+    """Return the live processes of a job's session; it may have lost its leader.
+
+    Then a daemon may have got the leader's number as that of its own session, and have lost its leader too:
+    the session is the job's if one of it has the job's directory in its environment.
+    """
+    leader, started = handle.data.get("pid"), handle.data.get("start")
+    if type(leader) is not int or leader <= 1:
+        raise LauncherError(f"the record of job {handle.job_id} is damaged: {leader!r} is no process of it")
+    now = start_time(leader)
+    if handle.data.get("boot") != _boot() or now not in (0, started):
         return []
     found = []
     for name in os.listdir("/proc"):
         if not name.isdecimal():
             continue
         try:
-            fields = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()
+            fields = Path(f"/proc/{name}/stat").read_text(errors="replace").rpartition(")")[2].split()
         except OSError:
             continue
         if fields[0] not in "ZX" and int(fields[3]) == leader:
             found.append(int(name))
-    return found
+    return found if now or any(_is_marked(pid, handle.directory) for pid in found) else []
+
+
+def _is_marked(pid: int, directory: str) -> bool:
+    try:
+        return f"ROLLHOOK_JOB_DIR={directory}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(
+            b"\0"
+        )
+    except OSError:
+        return False
 
 
 def _lacking(job: Job) -> list[str]:
