@@ -6,6 +6,7 @@ import asyncio
 import json
 import tarfile
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from rollhook.errors import LauncherError, RunError, Unsupported
 from rollhook.launcher import Handle, Job, JobStatus, Launcher, Plan, Probe
 from rollhook.rundir import RunDir
 from rollhook.runtime.debug_bundle import masked, write_bundle
-from rollhook.runtime.job_records import find_record, next_attempt, read_record, records
+from rollhook.runtime.job_records import Record, find_record, next_attempt, read_record, records
 from rollhook.runtime.jobs import collect, job_status, prepare, submit_job, wait, watch
 from rollhook.testing.environment import build_context
 from rollhook.testing.launcher import LauncherPlanContract, MakeLauncher
@@ -199,6 +200,34 @@ async def test_why_a_submission_failed_is_kept(tmp_path: Path) -> None:
     assert next_attempt(run) == 2, "its record would be overwritten"
 
 
+async def test_of_two_who_submit_an_attempt_at_once_one_does(tmp_path: Path) -> None:
+    run, job = begin(tmp_path)
+    launchers = [Scripted(), Scripted()]
+    done = await asyncio.gather(
+        *(submit_job(each, job, run=run) for each in launchers), return_exceptions=True
+    )
+    assert sorted(type(each).__name__ for each in done) == ["Handle", "RunError"]
+    assert sum(each.seen_record is not None for each in launchers) == 1
+    assert find_record(run).handle is not None
+    assert not list((run.path / "attempts/1").glob(".*"))
+
+
+async def test_a_job_whose_record_cannot_be_written_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, job = begin(tmp_path)
+
+    def full(*_: Any) -> None:
+        raise RunError("no space is left")
+
+    monkeypatch.setattr(Record, "submitted", full)
+    with pytest.raises(RunError, match=r"demo-a1 was submitted and goes on.*no space.*'number': 7"):
+        await submit_job(Scripted(), job, run=run)
+    monkeypatch.setattr(Record, "failed", full)
+    with pytest.raises(LauncherError, match="queue is closed"):
+        await submit_job(Scripted(refuses=LauncherError("queue is closed")), replace(job, attempt=2), run=run)
+
+
 async def test_a_submission_that_was_interrupted_is_lost(tmp_path: Path) -> None:
     run, job = begin(tmp_path)
     launcher = Scripted(refuses=asyncio.CancelledError())
@@ -296,6 +325,8 @@ async def test_a_bundle_has_what_helps_and_no_secret(tmp_path: Path, monkeypatch
     (directory / "logs").mkdir()
     (directory / "logs/driver.log").write_text("the key is sentinel-4410aa, and MY_TOKEN=abcdef12\n" * 2)
     (run.path / "episodes/part.jsonl").write_text("a user's text\n")
+    (tmp_path / "elsewhere").write_text("sentinel of another file\n")
+    (directory / "logs/link").symlink_to(tmp_path / "elsewhere")
     target = tmp_path / "bundle.tar.gz"
     names = write_bundle(run, target)
     assert {

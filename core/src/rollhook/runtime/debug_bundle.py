@@ -106,10 +106,10 @@ def secret_values(run: RunDir) -> list[str]:
 def _contents(run: RunDir) -> Iterator[tuple[str, str]]:
     yield "about.json", to_json(_about(run), indent=True).decode() + "\n"
     for name in _TOP:
-        if (run.path / name).is_file():
+        if _is_own(run, run.path / name):
             yield name, _end_of(run.path / name)
     for attempt in sorted((run.path / "attempts").glob("[0-9]*")):
-        paths = {path for pattern in _OF_ATTEMPT for path in attempt.glob(pattern) if path.is_file()}
+        paths = {path for pattern in _OF_ATTEMPT for path in attempt.glob(pattern) if _is_own(run, path)}
         for path in sorted(paths):
             yield str(path.relative_to(run.path)), _end_of(path)
 
@@ -135,11 +135,19 @@ def _about(run: RunDir) -> dict[str, object]:
     return about
 
 
+def _is_own(run: RunDir, path: Path) -> bool:
+    """Return whether it is a file of the run, not a link to what is elsewhere."""
+    return path.is_file() and path.resolve().is_relative_to(run.path.resolve())
+
+
 def _end_of(path: Path) -> str:
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - MOST_BYTES))
-        data = file.read(MOST_BYTES)
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - MOST_BYTES))
+            data = file.read(MOST_BYTES)
+    except OSError as error:
+        return f"[{path.name} cannot be read: {error.strerror}]\n"
     head = f"[the first {size - MOST_BYTES} bytes are left out]\n" if size > MOST_BYTES else ""
     return head + data.decode("utf-8", errors="replace")
 

@@ -6,7 +6,10 @@ index of runs: this record and what the submitter collected are there.
 
 from __future__ import annotations
 
+import errno
 import getpass
+import os
+import secrets
 import socket
 import time
 from collections.abc import Mapping
@@ -16,7 +19,7 @@ from typing import Any, Self
 
 import orjson
 
-from rollhook.durable import check_schema, to_json, write_atomic
+from rollhook.durable import cannot_write, check_schema, fsync_directory, to_json, write_atomic
 from rollhook.errors import RunError
 from rollhook.launcher import Handle, Plan
 from rollhook.recipe.digests import digest_of
@@ -61,6 +64,26 @@ class Record:
         write_atomic(directory / NAME, to_json(asdict(self), indent=True) + b"\n")
         return self
 
+    def begin(self, run: RunDir) -> Self:
+        """Write it as `write` does. Raises RunError where the attempt has a record: another submits it."""
+        directory = attempt_directory(run, self.attempt)
+        mine = directory / f".{NAME}.{secrets.token_hex(4)}.tmp"
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            write_atomic(mine, to_json(asdict(self), indent=True) + b"\n")
+            _place(mine, directory / NAME)
+            fsync_directory(directory)
+        except FileExistsError:
+            raise RunError(
+                f"attempt {self.attempt} of run {run.run_id} was submitted already; "
+                f"`rollhook jobs status {run.run_id}` says how it stands"
+            ) from None
+        except OSError as error:
+            raise cannot_write(directory / NAME, error) from error
+        finally:
+            mine.unlink(missing_ok=True)
+        return self
+
     def submitted(self, run: RunDir, handle: Handle) -> Self:
         """Write down that the launcher has taken it."""
         return replace(self, handle=handle).write(run)
@@ -68,6 +91,17 @@ class Record:
     def failed(self, run: RunDir, error: str) -> Self:
         """Write down why it could not be submitted."""
         return replace(self, error=error).write(run)
+
+
+def _place(path: Path, target: Path) -> None:
+    """Give a file its name. Raises FileExistsError where there is one."""
+    try:
+        os.link(path, target)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
+            raise
+        os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))  # a file system without links
+        os.replace(path, target)
 
 
 def attempt_directory(run: RunDir, attempt: int) -> Path:

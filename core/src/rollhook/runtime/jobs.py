@@ -14,7 +14,7 @@ from typing import Any
 
 from rollhook.component import BuildContext
 from rollhook.durable import cannot_write
-from rollhook.errors import LauncherError
+from rollhook.errors import LauncherError, RunError
 from rollhook.job_script import FILES, SCRIPT
 from rollhook.launcher import ENDED, Handle, Job, JobStatus, Launcher, Plan, State
 from rollhook.rundir import RunDir
@@ -58,16 +58,23 @@ async def submit_plan(
     `name` and `keys` are the launcher's, from which the verbs build it again; the name is by default that in
     the plan. Whatever fails is in the record.
     """
-    record = await asyncio.to_thread(Record.of(plan, keys or {}, name).write, run)
+    record = await asyncio.to_thread(Record.of(plan, keys or {}, name).begin, run)
     try:
         if launcher.shares_files:
             await asyncio.to_thread(_deliver, plan)
         handle = await launcher.submit(plan)
     except Exception as error:  # an interruption says nothing of whether the scheduler has it
-        await asyncio.to_thread(record.failed, run, str(error) or type(error).__name__)
+        with suppress(RunError):  # a full disk may be why it failed, which is what is to be said
+            await asyncio.to_thread(record.failed, run, str(error) or type(error).__name__)
         raise
     handle = replace(handle, stopped_code=plan.job.stopped_code)
-    await asyncio.to_thread(record.submitted, run, handle)
+    try:
+        await asyncio.to_thread(record.submitted, run, handle)
+    except RunError as error:
+        raise RunError(
+            f"job {handle.job_id} was submitted and goes on, but its record could not be written, so no verb "
+            f"knows it: {error}; launcher {handle.launcher} calls it {dict(handle.data)}"
+        ) from error
     await collect(launcher, handle, attempt_directory(run, plan.job.attempt), "submitted")
     return handle
 
