@@ -264,6 +264,20 @@ def test_a_damaged_record_is_named(tmp_path: Path) -> None:
         read_record(path)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{"submitted_at": "yesterday"}, {"keys": []}, {"job_id": None}, {"schema": 2}, {"schema": "1"},
+     {"handle": {"launcher": "x", "job_id": "y", "directory": 3}}, {"handle": []}],
+)  # fmt: skip
+async def test_a_record_of_other_types_is_damaged(tmp_path: Path, change: dict[str, Any]) -> None:
+    run, job = begin(tmp_path)
+    await submit_job(Scripted(), job, run=run)
+    path = run.path / "attempts/1/submit.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(RunError, match=r"cannot be read as the record|has schema 2"):
+        records(run)
+
+
 async def test_collecting_never_fails(tmp_path: Path) -> None:
     launcher = Scripted(debugged=ValueError("no such thing"))
     where = await collect(launcher, HANDLE, tmp_path, "asked")

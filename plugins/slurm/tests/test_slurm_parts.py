@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from rollhook.errors import UsageError
+from rollhook.errors import LauncherError, UsageError
 from rollhook.launcher import Handle, Job, Resources
 from rollhook.testing.environment import build_context
 from rollhook.testing.launcher import JOB
@@ -62,6 +62,14 @@ def test_keys_become_arguments_of_sbatch(tmp_path: Path) -> None:
 def test_a_directory_with_a_line_break_adds_no_line_to_the_script(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="line break"):
         make(tmp_path).plan(replace(JOB, directory="/shared/a\necho mine #/demo-0a1b2c/attempts/1"))
+
+
+@pytest.mark.parametrize("number", ["--me", "", "7 8", "-u", None, "7_1"])
+async def test_a_damaged_record_gives_slurm_no_argument(tmp_path: Path, number: object) -> None:
+    launcher, handle = make(tmp_path), Handle("slurm", "demo-a1", str(tmp_path), {"job": number})
+    for work in (launcher.stop(handle, force=True), launcher.status(handle), launcher.cleanup(handle)):
+        with pytest.raises(LauncherError, match="damaged"):
+            await work
 
 
 def test_names_of_the_environment_are_not_those_of_a_nodes_script(tmp_path: Path) -> None:

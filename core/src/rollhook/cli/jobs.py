@@ -214,6 +214,8 @@ async def _ask(record: Record) -> tuple[str, str]:
         return "unknown", f"no answer within {ASK_SECONDS:g} s"
     except RollhookError as error:
         return "unknown", str(error)
+    except Exception as error:  # noqa: BLE001 - of one job, which must not hide the others
+        return "unknown", f"{type(error).__name__}: {error}"
     return said.state, said.message
 
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from types import NoneType
 from typing import Any, Self
 
 import orjson
@@ -27,6 +28,15 @@ from rollhook.rundir import RunDir
 
 SCHEMA_VERSION = 1
 NAME = "submit.json"
+#: of a record and its handle: what their fields hold
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    **dict.fromkeys(("run_id", "job_id", "launcher", "plan_digest", "user", "host", "directory"), (str,)),
+    **dict.fromkeys(("keys", "data"), (dict,)),
+    "attempt": (int,),
+    "submitted_at": (int, float),
+    "error": (str, NoneType),
+    "stopped_code": (int, NoneType),
+}
 
 
 @dataclass(frozen=True)
@@ -115,9 +125,19 @@ def read_record(path: Path) -> Record:
         data = orjson.loads(path.read_bytes())
         check_schema(data["schema"], SCHEMA_VERSION, path)
         handle = data.pop("handle")
-        return Record(**data, handle=None if handle is None else Handle(**handle))
+        record = Record(**data, handle=None if handle is None else Handle(**handle))
+        _check_types(record)
+        return record
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise RunError(f"{path} cannot be read as the record of a job: {error}") from error
+
+
+def _check_types(record: Record) -> None:
+    for holder in (record, record.handle):
+        for name, value in vars(holder).items() if holder is not None else ():
+            wanted = _TYPES.get(name)
+            if wanted is not None and not isinstance(value, wanted):
+                raise TypeError(f"{name} is {value!r}")
 
 
 def records(run: RunDir) -> list[Record]:

@@ -86,7 +86,7 @@ class SlurmLauncher(Launcher):
 
     async def status(self, handle: Handle) -> JobStatus:
         """Ask scontrol, else read what the job left; before its driver runs it is pending."""
-        fields = await show_job(str(handle.data["job"]))
+        fields = await show_job(_number(handle))
         return await asyncio.to_thread(status_of, handle, fields)
 
     async def logs(self, handle: Handle, *, follow: bool = False) -> AsyncIterator[bytes]:
@@ -120,7 +120,7 @@ class SlurmLauncher(Launcher):
 
     async def stop(self, handle: Handle, *, force: bool = False) -> str:
         """Tell the job's nodes to stop, or have Slurm kill it; one that waits in the queue is taken out."""
-        job = str(handle.data["job"])
+        job = _number(handle)
         status = await self.status(handle)
         if status.state in {*ENDED, "lost"}:
             return f"Job {handle.job_id} has ended already: {status.state}."
@@ -146,7 +146,7 @@ class SlurmLauncher(Launcher):
 
     async def debug(self, handle: Handle) -> Mapping[str, str]:
         """Return Slurm's view of the job and its nodes, Ray's of its cluster, and the bring-up."""
-        job = str(handle.data["job"])
+        job = _number(handle)
         commands = {
             "squeue.txt": ["squeue", "--jobs", job, "--steps"],
             "queue.txt": ["squeue", "--jobs", job, "--format=%A %j %T %r %M %l %D %N %S"],
@@ -221,6 +221,14 @@ def status_of(handle: Handle, fields: Mapping[str, str] | None) -> JobStatus:  #
     return JobStatus(
         "failed", f"{said}, exit code {own}{died}: {why}", int(own) if own.isdecimal() else None, raw
     )
+
+
+def _number(handle: Handle) -> str:
+    """Return Slurm's number of a job; nothing else of a record becomes an argument of scancel."""
+    number = str(handle.data.get("job", ""))
+    if not (number.isascii() and number.isdecimal()):
+        raise LauncherError(f"the record of job {handle.job_id} is damaged: {number!r} is no number of a job")
+    return number
 
 
 def _attempts(handle: Handle) -> list[Path]:
