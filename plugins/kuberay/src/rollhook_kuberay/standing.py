@@ -35,11 +35,11 @@ printf %s {job} > {directory}/directory
 {exports}setsid nohup bash {directory}/job/job.sh </dev/null >{directory}/stdout.log 2>&1 &
 echo $! > {directory}/pid
 """
-#: the first process of a pod may not reap, so one that has ended can stay as a zombie
+#: one that has ended and is not reaped has no command line; another process may have its number
 _PROBE = """\
 d={job} t={directory} pid=$(cat {directory}/pid 2>/dev/null)
 if [ -f $d/{code} ]; then echo "ended $(cat $d/{code}) $(cat $d/{signalled} 2>/dev/null)"
-elif [ -n "$pid" ] && [ "$(cut -d ' ' -f 3 /proc/$pid/stat 2>/dev/null || echo Z)" != Z ]; then echo running
+elif [ -n "$pid" ] && grep -q /job.sh "/proc/$pid/cmdline" 2>/dev/null; then echo running
 elif [ -f $d/{code} ]; then echo "ended $(cat $d/{code}) $(cat $d/{signalled} 2>/dev/null)"
 elif [ -n "$pid" ]; then echo gone; else echo absent; fi
 """
@@ -62,7 +62,15 @@ def tell(number, sid, leader=True):
             except OSError:
                 pass
     return mine
+def ours(pid):
+    try:
+        line, environ = open(f"/proc/{pid}/cmdline", "rb").read(), open(f"/proc/{pid}/environ", "rb").read()
+        return b"/job.sh" in line or b"ROLLHOOK_JOB_DIR=" in environ
+    except OSError:
+        return False
 sid = int(open(sys.argv[1]).read())
+if sid <= 1 or not any(ours(pid) for pid in tell(0, sid)):
+    sys.exit(0)  # it has ended, and another process may have its number
 begun = time.monotonic()
 tell(signal.SIGTERM, sid)
 while tell(0, sid):
@@ -264,7 +272,8 @@ async def stop(site: Site, handle: Handle, port: Port, *, force: bool) -> str:
         pid = f"{handle.data['scratch']}/pid"
         if (await status(site, handle, port)).state != "running":
             return f"{handle.job_id} has ended already"
-        text = f'kill -s INT "$(cat {shlex.quote(pid)})"'
+        told = f'pid=$(cat {shlex.quote(pid)}) && grep -q /job.sh "/proc/$pid/cmdline"'
+        text = f'{told} && kill -s INT "$pid"'
         argv = ["python3", "-c", _END, pid] if force else ["sh", "-c", text]
         await port.exec(str(handle.data["pod"]), argv)
         return f"{handle.job_id} was {'ended' if force else 'asked to stop'}"
@@ -300,5 +309,9 @@ async def cleanup(handle: Handle, port: Port) -> list[str]:
     if "scratch" not in handle.data:
         return []
     directory = str(handle.data["scratch"])
+    if not re.fullmatch(rf"/([^/]+/)*rollhook-{re.escape(handle.job_id)}", directory) or "/../" in directory:
+        raise LauncherError(
+            f"the record of job {handle.job_id} is damaged: {directory} is not its own, so it was not removed"
+        )
     done: Any = await port.exec(str(handle.data["pod"]), ["rm", "-rf", directory])
     return [f"removed {directory} on {handle.data['pod']}"] if done.exit_code == 0 else []
