@@ -18,10 +18,11 @@ from typing import Any
 import pytest
 from cluster_hosts import ADDRESSES, Site, Sshd, alive_with, double_python, free_ports, listening, sshd, until
 
-from rollhook.errors import LauncherError, Unsupported, UsageError
+from rollhook.errors import LauncherError, RollhookError, Unsupported, UsageError
 from rollhook.launcher import ClusterOptions
-from rollhook_ray import clusters_node
-from rollhook_ray.clusters_record import record_path, token_path
+from rollhook_ray import clusters_host, clusters_node
+from rollhook_ray.cluster_keys import ClusterKeys
+from rollhook_ray.clusters_record import new_record, read_record, record_path, token_path, write_record
 
 
 @pytest.fixture
@@ -258,6 +259,40 @@ def test_only_a_directory_of_the_clusters_own_nonce_is_removed(
     for root in (temp_root, str(short / temp_root), str(short)):
         clusters_node.end_node(state | {"temp_root": root})
     assert sorted(short.rglob("*")) == before
+
+
+@pytest.mark.parametrize("text", ["[]", "{", "{}", '{"node": "head"}', '{"schema": 2, "node": "head"}'])
+def test_a_nodes_file_that_cannot_be_read_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    path = Path(clusters_node.state_file("mvp", "head"))
+    path.write_text(text)
+    request = {"cluster": "mvp", "nonce": "n", "ports": [], "addresses": [], "temp_root": "/tmp", "old": None}
+    assert clusters_host.probe(request)["nodes"] == {}
+    assert clusters_host.stop({"cluster": "mvp", "nonce": "n", "nodes": ["head"]}) == []
+    assert path.read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schema": 2, "new": 1}, "upgrade rollhook"),
+        ({"keys": {"bad": 1}}, "cannot be read"),
+        ({"hosts": ["-oProxyCommand=true"]}, "is no record of cluster mvp"),
+        ({"name": "../other"}, "is no record of cluster mvp"),
+        ({"nonce": 5}, "is no record of cluster mvp"),
+    ],
+)
+def test_a_clusters_record_that_is_not_this_versions_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    write_record(new_record(ClusterKeys(name="mvp")))
+    path = record_path("mvp")
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(RollhookError, match=message):
+        read_record("mvp")
 
 
 async def test_nodes_of_another_machine_with_the_same_home_are_let_be(site: Site) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rollhook.component import BuildContext
-from rollhook.errors import LauncherError, Unsupported, UsageError
+from rollhook.errors import LauncherError, RollhookError, Unsupported, UsageError
 from rollhook.launcher import ClusterInfo, ClusterOptions, ClusterPlan, Clusters, ClusterState
 from rollhook_ray import clusters_node
 from rollhook_ray.cluster_keys import ClusterKeys
@@ -151,7 +151,11 @@ class RayClusters(Clusters):
         """Return the clusters that were brought up from this machine, and those of which it has nodes."""
         found = []
         for name in clusters_node.known():
-            record = read_record(name)
+            try:
+                record = read_record(name)
+            except RollhookError as error:  # of one, which must not hide the others
+                found.append(ClusterInfo(name, "", "unknown", message=str(error)))
+                continue
             if record is not None:
                 found.append(await self._info(record))
             elif states := clusters_node.read_states(name):

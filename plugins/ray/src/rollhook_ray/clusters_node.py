@@ -257,10 +257,20 @@ def read_states(cluster: str) -> dict[str, dict[str, Any]]:
         try:
             with open(path, encoding="utf-8") as stream:
                 state = json.load(stream)
-            found[str(state["node"])] = state
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError):
             continue
+        if _is_state(state, cluster, os.path.basename(path)[: -len(".json")]):
+            found[state["node"]] = state
     return found
+
+
+def _is_state(state: Any, cluster: str, node: str) -> bool:
+    """Return whether a file holds what `start` of this version wrote for a node."""
+    if not isinstance(state, dict) or state.get("schema") != 1:
+        return False
+    texts = all(isinstance(state.get(key), str) for key in ("nonce", "machine", "spec", "temp_root", "from"))
+    numbers = all(isinstance(state.get(key), (int, float)) for key in ("stop_seconds", "started"))
+    return texts and numbers and (state.get("cluster"), state.get("node")) == (cluster, node)
 
 
 def state_file(cluster: str, node: str) -> str:
@@ -308,11 +318,16 @@ def _remove_temporary(state: dict[str, Any]) -> None:
 
 
 def forget(cluster: str) -> None:
-    """Remove a cluster's directory once no node is known in it, unless the submitting machine is this one."""
+    """Remove a cluster's directory once no node is known in it, unless the submitting machine is this one.
+
+    A node's file that cannot be read is one: it may run.
+    """
     path = os.path.join(clusters_directory(), cluster)
     if not re.fullmatch(r"[a-z][a-z0-9-]*", cluster):
         return
-    if not read_states(cluster) and not os.path.exists(os.path.join(path, "cluster.json")):
+    if not glob.glob(os.path.join(path, "nodes", "*.json")) and not os.path.exists(
+        os.path.join(path, "cluster.json")
+    ):
         shutil.rmtree(path, ignore_errors=True)
 
 

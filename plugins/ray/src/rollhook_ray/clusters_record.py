@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rollhook.durable import check_schema
 from rollhook.errors import LauncherError
 from rollhook_ray import clusters_node
 from rollhook_ray.cluster_keys import ClusterKeys
@@ -43,14 +44,24 @@ def token_path(name: str) -> Path:
 
 def read_record(name: str) -> Record | None:
     """Return what this machine knows of a cluster."""
+    path = record_path(name)
     try:
-        return Record(**json.loads(record_path(name).read_bytes()))
+        data = json.loads(path.read_bytes())
+        check_schema(data["schema"], Record.schema, path)
+        record = Record(**data)
+        ClusterKeys.model_validate(record.keys)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError) as error:
-        raise LauncherError(
-            f"{record_path(name)} cannot be read ({error}); remove it if it is damaged"
-        ) from error
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        why = " ".join(str(error).split())
+        raise LauncherError(f"{path} cannot be read ({why}); remove it if it is damaged") from error
+    # an empty host is this machine; one that begins with - would be an option of ssh
+    hosts = isinstance(record.hosts, list) and all(
+        isinstance(each, str) and not each.startswith("-") for each in record.hosts
+    )
+    if record.name != name or not isinstance(record.nonce, str) or not hosts:
+        raise LauncherError(f"{path} is no record of cluster {name}; remove it if it is damaged")
+    return record
 
 
 def write_record(record: Record) -> None:
