@@ -64,7 +64,7 @@ class FakePlugins:
 class FakeCluster:
     """Places objects in this process."""
 
-    async def place(self, target, *args, name):
+    async def place(self, target, *args, name, gpus=0):
         module, _, attribute = target.partition(":")
         return FakeRemote(getattr(importlib.import_module(module), attribute)(*args))
 
