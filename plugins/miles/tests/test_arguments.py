@@ -129,7 +129,7 @@ def test_the_groups_come_in_the_references_order_and_extra_arguments_last() -> N
 def test_every_flag_is_one_that_miles_has(request: pytest.FixtureRequest) -> None:
     known = request.config.rootpath / ".." / "shared" / "data" / "miles-arguments.txt"
     if not known.is_file():
-        pytest.skip("the list of miles' flags is not here; it is not part of the project")
+        pytest.skip("needs shared-data: miles-arguments.txt, which is not part of the project")
     names = set(re.findall(r"^--\S+", known.read_text(), re.MULTILINE))
     variants = [
         render(),
