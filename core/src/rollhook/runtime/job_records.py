@@ -148,9 +148,13 @@ def records(run: RunDir) -> list[Record]:
 
 def find_record(run: RunDir, attempt: int | None = None) -> Record:
     """Return the record of a run's newest job, or of that attempt's. Raises RunError when there is none."""
-    found = [each for each in records(run) if attempt in (None, each.attempt)]
+    kept = records(run)
+    found = [each for each in kept if attempt in (None, each.attempt)]
     if found:
         return found[-1]
+    if kept:
+        known = ", ".join(str(each.attempt) for each in kept)
+        raise RunError(f"run {run.run_id} has no job as attempt {attempt}; its jobs are attempts {known}")
     which = "no job" if attempt is None else f"no job as attempt {attempt}"
     newest = run.newest_attempt()
     driven = f"was driven by {newest.describe_owner()}" if newest is not None else "was never begun"
