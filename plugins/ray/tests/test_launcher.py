@@ -98,7 +98,7 @@ async def test_a_driver_runs_on_a_worker_and_where_it_landed_on_the_head_the_job
     deliver(plan)
     with pytest.raises(LauncherError, match="is the head node"):
         await careless.submit(plan)
-    ended = await client.wait(plan.job.id, 30)
+    ended = await client.wait(plan.job.id, 120)
     assert ended is not None
     assert ended.status == "STOPPED"
     seen = make(tmp_path, cluster.dashboard)  # as from another process
