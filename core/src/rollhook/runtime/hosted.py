@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from rollhook.engine import SamplingParams
 from rollhook.episode_store import EpisodeStore
-from rollhook.errors import UsageError
+from rollhook.errors import RollhookError, UsageError
 from rollhook.observers import Observers
 from rollhook.recipe.check import check_recipe
 from rollhook.recipe.problem import RecipeError
@@ -26,16 +28,14 @@ from rollhook.runtime.episode import EpisodeRequest, EpisodeRunner
 from rollhook.runtime.live import Live
 from rollhook.runtime.live_file import publishing
 from rollhook.runtime.parts import Parts
-from rollhook.runtime.rollout_worker import build_environments, sampling_of
+from rollhook.runtime.rollout_worker import build_environments, distinct, sampling_of
 from rollhook.runtime.seeds import derive
 
 if TYPE_CHECKING:
     from rollhook.component import BuildContext
-    from rollhook.engine import SamplingParams
     from rollhook.environment import Environment, Task
     from rollhook.plugins import Plugins
     from rollhook.recipe.load import Loaded
-    from rollhook.records import Group
     from rollhook.rundir import Attempt, Status
     from rollhook.runtime.episode import EpisodeResult
     from rollhook.session import Policy
@@ -93,6 +93,17 @@ class HostedEpisodes:
         made._status = "succeeded"
         return made
 
+    @classmethod
+    async def of_job(cls, framework: str) -> HostedEpisodes:
+        """Open those of the job that this process belongs to; RollhookError where it belongs to none."""
+        try:
+            job, files = os.environ["ROLLHOOK_JOB_DIR"], os.environ["ROLLHOOK_JOB_FILES"]
+        except KeyError as error:
+            raise RollhookError(
+                f"{error.args[0]} is not set: run {framework} by `rollhook run`", kind="user"
+            ) from None
+        return await cls.open(Path(files, "recipe.lock.yaml"), Path(job).parent.parent)
+
     async def run(
         self,
         row: Row,
@@ -144,10 +155,6 @@ class HostedEpisodes:
     def context(self, name: str) -> BuildContext:
         """Return what a component of this run is built with."""
         return self._parts.context(name)
-
-    def accept_group(self, group: Group) -> str | None:
-        """Return why a loaded filter rejects a finished group; None: it trains."""
-        return self._parts.accept_group(group)
 
     async def aclose(self) -> None:
         """Release sandboxes and environments, write what is finished, end the attempt; safe to call twice."""
@@ -230,6 +237,39 @@ def read_hosted(lock: Path) -> tuple[Loaded, Plugins]:
     for problem in checked.problems:
         logger.info("%s", problem)
     return checked.loaded, checked.plugins
+
+
+def task_rows(lock: Path, scratch: Path) -> tuple[list[Row], list[Row]]:
+    """Return the rows of the tasks to train on, and of those held out where the recipe evaluates.
+
+    Blocks; called where no loop runs. Raises RecipeError for a lock that cannot run here, UsageError for a
+    split without a task that can run.
+    """
+    loaded, plugins = read_hosted(lock)
+    recipe, train, heldout = loaded.recipe, list[Row](), list[Row]()
+    parts = Parts(recipe, plugins, scratch, recipe.name, 0)
+    names = distinct([use.use for use in recipe.environment])
+    for number, (name, use) in enumerate(zip(names, recipe.environment, strict=True)):
+        environment: Environment = parts.build("environment", use, f"environment.{number}")
+        try:
+            train += _rows(name, environment, use.split)
+            if recipe.evaluation.every:
+                heldout += _rows(name, environment, recipe.evaluation.split)
+        finally:
+            asyncio.run(environment.aclose())
+    return train, heldout
+
+
+def _rows(name: str, environment: Environment, split: str) -> list[Row]:
+    tasks = tasks_of(environment, split)
+    if not tasks:
+        raise UsageError(f"environment {name}: split {split!r} has no task that can run")
+    return [Row(name, task.id, task.digest) for task in tasks]
+
+
+def asked_sampling(asked: Mapping[str, Any]) -> SamplingParams:
+    """Return how a framework samples, by the names that OpenAI and SGLang give to it."""
+    return SamplingParams(asked.get("temperature", 1.0), asked.get("top_p", 1.0), asked.get("top_k", -1))
 
 
 def tasks_of(environment: Environment, *splits: str | None) -> Sequence[Task]:

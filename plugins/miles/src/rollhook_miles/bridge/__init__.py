@@ -14,16 +14,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from contextvars import ContextVar
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
-from rollhook.engine import SamplingParams
 from rollhook.errors import RollhookError
-from rollhook.runtime.hosted import HostedEpisodes, Row
+from rollhook.runtime.hosted import HostedEpisodes, Row, asked_sampling
 from rollhook.session import MessagePolicy
 from rollhook_miles.bridge.session_engine import SessionEngine
 
@@ -96,7 +93,7 @@ async def run(
             policy,
             group_id=group,
             purpose="eval" if evaluation else "train",
-            sampling=_sampling(request_kwargs),
+            sampling=asked_sampling(request_kwargs),
         )
     finally:
         await policy.close()
@@ -142,13 +139,7 @@ async def close() -> None:
 async def _episodes() -> HostedEpisodes:
     """Return the episodes of this process, opened once whoever asks first."""
     if _process.opening is None:
-        try:
-            job, files = os.environ["ROLLHOOK_JOB_DIR"], os.environ["ROLLHOOK_JOB_FILES"]
-        except KeyError as error:
-            raise RollhookError(f"{error.args[0]} is not set: run miles by `rollhook run`") from None
-        _process.opening = asyncio.create_task(
-            HostedEpisodes.open(Path(files) / "recipe.lock.yaml", Path(job).parent.parent)
-        )
+        _process.opening = asyncio.create_task(HostedEpisodes.of_job("miles"))
     return await asyncio.shield(_process.opening)
 
 
@@ -156,10 +147,6 @@ def _http_session() -> aiohttp.ClientSession:
     if _process.http is None:
         _process.http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
     return _process.http
-
-
-def _sampling(asked: dict[str, Any]) -> SamplingParams:
-    return SamplingParams(asked.get("temperature", 1.0), asked.get("top_p", 1.0), asked.get("top_k", -1))
 
 
 def _note(record: EpisodeRecord) -> dict[str, Any]:

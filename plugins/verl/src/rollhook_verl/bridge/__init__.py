@@ -11,16 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollhook.engine import SamplingParams
 from rollhook.errors import RollhookError
 from rollhook.router import RouterPolicy, Worker
 from rollhook.routing import Chain
-from rollhook.runtime.hosted import HostedEpisodes, Row
+from rollhook.runtime.hosted import HostedEpisodes, Row, asked_sampling
 from rollhook.runtime.model import context_length, local_model, renderer, vocab_size
 from rollhook.session import Limits, PolicyClient
 from rollhook_verl.bridge.servers import Servers
@@ -72,7 +69,7 @@ class RollhookAgentLoop:
                 await _policy(episodes, self._servers),
                 group_id=group,
                 purpose="eval" if evaluation else "train",
-                sampling=_sampling(sampling_params),
+                sampling=asked_sampling(sampling_params),
             )
             outcome = result.record.outcome
             if outcome.reward is not None and result.samples:
@@ -143,12 +140,7 @@ async def close() -> None:
 async def _episodes() -> HostedEpisodes:
     """Return the episodes of this process, opened once whoever asks first."""
     if _process.opening is None:
-        try:
-            job, files = os.environ["ROLLHOOK_JOB_DIR"], os.environ["ROLLHOOK_JOB_FILES"]
-        except KeyError as error:
-            raise RollhookError(f"{error.args[0]} is not set: run verl by `rollhook run`") from None
-        opening = HostedEpisodes.open(Path(files) / "recipe.lock.yaml", Path(job).parent.parent)
-        _process.opening = asyncio.create_task(opening)
+        _process.opening = asyncio.create_task(HostedEpisodes.of_job("verl"))
     return await asyncio.shield(_process.opening)
 
 
@@ -171,7 +163,3 @@ async def _policy(episodes: HostedEpisodes, servers: Any) -> PolicyClient:
             _process.policy = made
             made.set_workers([ALL], 0)
     return _process.policy
-
-
-def _sampling(asked: dict[str, Any]) -> SamplingParams:
-    return SamplingParams(asked.get("temperature", 1.0), asked.get("top_p", 1.0), asked.get("top_k", -1))

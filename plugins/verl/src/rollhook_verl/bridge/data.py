@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rollhook.environment import Environment
-from rollhook.errors import RollhookError, UsageError
-from rollhook.runtime.hosted import Row, read_hosted, tasks_of
-from rollhook.runtime.parts import Parts
-from rollhook.runtime.rollout_worker import distinct
+from rollhook.errors import RollhookError
+from rollhook.runtime.hosted import Row, task_rows
 from rollhook_verl.bridge import KEY
 from rollhook_verl.overrides import LOOP
 
@@ -24,43 +19,25 @@ from rollhook_verl.overrides import LOOP
 def write_data(lock: Path, directory: Path) -> tuple[int, int]:
     """Write `train.parquet` and, with an evaluation, `eval.parquet`; return how many rows each has.
 
-    Raises RecipeError for a lock that cannot run here, UsageError for a split without tasks.
+    Raises as `task_rows` does.
     """
-    loaded, plugins = read_hosted(lock)
-    recipe = loaded.recipe
-    parts = Parts(recipe, plugins, directory, recipe.name, 0)
-    train: list[dict[str, Any]] = []
-    heldout: list[dict[str, Any]] = []
-    names = distinct([use.use for use in recipe.environment])
-    for number, (name, use) in enumerate(zip(names, recipe.environment, strict=True)):
-        environment: Environment = parts.build("environment", use, f"environment.{number}")
-        try:
-            train += rows(name, environment, use.split, "train")
-            if recipe.evaluation.every:
-                heldout += rows(name, environment, recipe.evaluation.split, "eval")
-        finally:
-            asyncio.run(environment.aclose())
+    train, heldout = task_rows(lock, directory)
     directory.mkdir(parents=True, exist_ok=True)
-    for file, found in (("train.parquet", train), ("eval.parquet", heldout)):
-        if found:
-            pq.write_table(pa.Table.from_pylist(found), directory / file)
+    for purpose, rows in (("train", train), ("eval", heldout)):
+        if rows:
+            table = pa.Table.from_pylist([_row(n, row, purpose) for n, row in enumerate(rows)])
+            pq.write_table(table, directory / f"{purpose}.parquet")
     return len(train), len(heldout)
 
 
-def rows(name: str, environment: Environment, split: str, purpose: str) -> Iterator[dict[str, Any]]:
-    """Yield a row for each task of a split that can run."""
-    tasks = tasks_of(environment, split)
-    if not tasks:
-        raise UsageError(f"environment {name}: split {split!r} has no task that can run")
-    for number, task in enumerate(tasks):
-        about = dataclasses.asdict(Row(name, task.id, task.digest))
-        yield {
-            "data_source": name,
-            "agent_name": LOOP,
-            "prompt": [{"role": "user", "content": f"{name}/{task.id}"}],
-            "reward_model": {"style": "rule", "ground_truth": ""},
-            "extra_info": {"index": number, KEY: {**about, "split": purpose}},
-        }
+def _row(number: int, row: Row, purpose: str) -> dict[str, Any]:
+    return {
+        "data_source": row.environment,
+        "agent_name": LOOP,
+        "prompt": [{"role": "user", "content": f"{row.environment}/{row.task_id}"}],
+        "reward_model": {"style": "rule", "ground_truth": ""},
+        "extra_info": {"index": number, KEY: {**dataclasses.asdict(row), "split": purpose}},
+    }
 
 
 def main() -> None:
