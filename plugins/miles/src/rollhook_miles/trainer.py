@@ -145,13 +145,12 @@ class MilesTrainer(HostedTrainer):
             Probe(
                 "python", f"PYTHONPATH={root} python3 -c 'import miles, sglang, ray, rollhook_miles.bridge'"
             ),
+            Probe("megatron", f"test -d {megatron}/megatron"),
             Probe("weights", f"test -e {shlex.quote(self.config.ref_load)}"),
         ]
         if (directory := self.config.memory.stream_optimizer_to) is not None:
             place = shlex.quote(directory)
             found.append(Probe("streaming", f"mkdir -p {place} && test -w {place}"))
-            hooks = "grep -rqs 'stream.optimizer\\|optimizer_state_stream\\|stream_optimizer' "
-            found.append(Probe("megatron", f"test -d {megatron} && {hooks}{megatron}/megatron"))
         return found
 
 
